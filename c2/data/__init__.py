@@ -1,0 +1,1 @@
+"""Corpora, tokenizer, packing and input pipelines."""

@@ -1,0 +1,1 @@
+"""Evaluations: functions of a scoring function, without a model of their own."""

@@ -1,0 +1,109 @@
+"""Mixture of experts with bias-balanced sigmoid routing (DeepSeek-V3 section 2.1.2)."""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from c2.models.config import ModelConfig, MoEConfig
+from c2.models.layers import MLP, mlp, mlp_spec
+from c2.models.params import ParamSpec
+from pallas_kernels.expert_mlp import expert_mlp
+
+OWN_ROUTE = -1  # in given routes: a real token whose route was not captured
+NO_TOKEN = -2  # in given and returned routes: padding, routed nowhere
+
+
+@struct.dataclass
+class MoE:
+    """Parameters of one mixture-of-experts block."""
+
+    router: jax.Array  # [embed, expert]
+    bias: jax.Array  # [expert], moves selection only, never a weight; no gradient
+    gate_up: jax.Array  # [expert, embed, 2, ffw]
+    down: jax.Array  # [expert, ffw, embed]
+    shared: MLP | None
+
+
+def spec(cfg: ModelConfig, gain_out: float) -> MoE:
+    """Parameter table of one mixture-of-experts block."""
+    m, embed = cfg.moe, cfg.hidden
+    expert_axes = ("expert", "embed", "gate_up", "ffw")
+    shape = (m.experts, embed, 2, m.intermediate)
+    return MoE(
+        router=ParamSpec((embed, m.experts), ("embed", "expert"), fan_in=embed),
+        bias=ParamSpec((m.experts,), ("expert",), init="zeros", trainable=False),
+        gate_up=ParamSpec(shape, expert_axes, fan_in=embed),
+        down=ParamSpec(
+            (m.experts, m.intermediate, embed),
+            ("expert", "ffw", "embed"),
+            fan_in=m.intermediate,
+            gain=gain_out,
+        ),
+        shared=mlp_spec(embed, m.shared * m.intermediate, gain_out) if m.shared else None,
+    )
+
+
+def select(scores: jax.Array, bias: jax.Array, m: MoEConfig) -> jax.Array:
+    """Chooses experts by biased score: scores [tokens, expert] -> ids int32 [tokens, top_k].
+
+    With groups, only the ``top_groups`` groups with the highest sum of their two best experts
+    are eligible.
+    """
+    choice = jax.lax.stop_gradient(scores + bias)
+    if m.groups > 1:
+        grouped = choice.reshape(-1, m.groups, m.experts // m.groups)
+        group_score = jax.lax.top_k(grouped, 2)[0].sum(-1)
+        best = jax.lax.top_k(group_score, m.top_groups)[1]
+        eligible = jax.nn.one_hot(best, m.groups, dtype=bool).any(axis=1)
+        # -inf and not 0: biased scores may be negative
+        choice = jnp.where(eligible[..., None], grouped, -jnp.inf).reshape(choice.shape)
+    return jax.lax.top_k(choice, m.top_k)[1].astype(jnp.int32)
+
+
+def gate(scores: jax.Array, routes: jax.Array, m: MoEConfig) -> jax.Array:
+    """Weights of the chosen experts, f32 [tokens, top_k], from unbiased scores."""
+    weights = jnp.take_along_axis(scores, jnp.maximum(routes, 0), axis=-1)
+    if m.norm_top_k:
+        weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+    return weights * m.scale
+
+
+def expert_load(routes: jax.Array, experts: int) -> jax.Array:
+    """Number of assignments per expert, f32 [expert]; negative ids count nowhere."""
+    return jax.nn.one_hot(routes.reshape(-1), experts, dtype=jnp.float32).sum(0)
+
+
+def moe(
+    x: jax.Array, p: MoE, real: jax.Array, routes: jax.Array | None, cfg: ModelConfig
+) -> tuple[jax.Array, jax.Array]:
+    """Routes tokens to experts and adds the shared expert.
+
+    Args:
+      x: [batch, seq, embed].
+      p: parameters.
+      real: bool [batch, seq], False on padding.
+      routes: int [batch, seq, top_k] to replay (report section 3, router replay), or None. A row
+        holding `OWN_ROUTE` takes its own route; weights always come from the live scores.
+      cfg: model configuration.
+
+    Returns:
+      Output [batch, seq, embed] and the routes used, int32 [batch, seq, top_k], `NO_TOKEN` on
+      padding.
+    """
+    m = cfg.moe
+    flat = x.reshape(-1, x.shape[-1])
+    with jax.named_scope("router"):
+        # f32: selection must not depend on the compute dtype's rounding
+        scores = jax.nn.sigmoid(flat.astype(jnp.float32) @ p.router.astype(jnp.float32))
+        used = select(scores, p.bias, m)
+        if routes is not None:
+            given = routes.reshape(used.shape).astype(jnp.int32)
+            used = jnp.where((given == OWN_ROUTE).any(-1, keepdims=True), used, given)
+        used = jnp.where(real.reshape(-1, 1), used, NO_TOKEN)
+        weights = gate(scores, used, m)
+    with jax.named_scope("experts"):
+        out = expert_mlp(flat, used, weights, p.gate_up, p.down)
+    if p.shared is not None:
+        with jax.named_scope("shared_expert"):
+            out = out + mlp(flat, p.shared)
+    return out.reshape(x.shape), used.reshape(*x.shape[:2], m.top_k)

@@ -1,0 +1,74 @@
+"""Named model configurations: published architectures and their miniature."""
+
+import difflib
+from dataclasses import replace
+
+from c2.config import ConfigError
+from c2.models.config import MLAConfig, ModelConfig, MoEConfig, RopeConfig, YarnConfig
+
+
+def tiny_mla_moe() -> ModelConfig:
+    """The K2.5 architecture small enough to learn something in minutes on two CPU cores."""
+    return ModelConfig(
+        vocab=2048,
+        hidden=128,
+        layers=4,
+        dense_layers=1,
+        dense_intermediate=384,
+        attention=MLAConfig(heads=4, q_lora=64, kv_lora=32, nope=32, rope=16, v=32),
+        moe=MoEConfig(experts=8, top_k=2, intermediate=128, scale=1.0),
+        rope=RopeConfig(theta=10_000.0),
+    )
+
+
+def kimi_k2() -> ModelConfig:
+    """Kimi-K2-Base (July 2025)."""
+    return ModelConfig(
+        vocab=163_840,
+        hidden=7168,
+        layers=61,
+        dense_layers=1,
+        dense_intermediate=18_432,
+        attention=MLAConfig(heads=64, q_lora=1536, kv_lora=512, nope=128, rope=64, v=128),
+        moe=MoEConfig(experts=384, top_k=8, intermediate=2048, scale=2.827),
+        rope=RopeConfig(
+            theta=50_000.0,
+            yarn=YarnConfig(factor=32.0, original_context=4096, beta_fast=1.0),
+        ),
+        dtype="bfloat16",
+        remat="full",
+    )
+
+
+def kimi_k25() -> ModelConfig:
+    """The text model of Kimi K2.5, the base of Composer 2."""
+    yarn = YarnConfig(factor=64.0, original_context=4096, beta_fast=32.0)
+    return replace(kimi_k2(), rope=RopeConfig(theta=50_000.0, yarn=yarn), norm_eps=1e-5)
+
+
+def deepseek_v3() -> ModelConfig:
+    """DeepSeek-V3 (December 2024)."""
+    return ModelConfig(
+        vocab=129_280,
+        hidden=7168,
+        layers=61,
+        dense_layers=3,
+        dense_intermediate=18_432,
+        attention=MLAConfig(heads=128, q_lora=1536, kv_lora=512, nope=128, rope=64, v=128),
+        moe=MoEConfig(experts=256, top_k=8, intermediate=2048, groups=8, top_groups=4, scale=2.5),
+        rope=RopeConfig(theta=10_000.0, yarn=YarnConfig(factor=40.0, original_context=4096)),
+        dtype="bfloat16",
+        remat="full",
+    )
+
+
+PRESETS = {f.__name__: f for f in (tiny_mla_moe, kimi_k2, kimi_k25, deepseek_v3)}
+
+
+def get(name: str) -> ModelConfig:
+    """The configuration with this name; a `ConfigError` lists the known names."""
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ConfigError(f"unknown model {name!r}{hint}; known: {', '.join(sorted(PRESETS))}")
+    return PRESETS[name]()

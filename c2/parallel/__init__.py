@@ -1,0 +1,1 @@
+"""Meshes: how arrays are laid out over devices."""

@@ -1,0 +1,94 @@
+"""AdamW with warm-up, decay and global-norm clipping, assembled from optax."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import optax
+
+from c2.config import ConfigError
+from c2.models.params import trainable_mask
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Learning rate of one phase: linear warm-up to ``peak``, then decay to ``final * peak``."""
+
+    peak: float
+    warmup_steps: int = 0
+    decay: Literal["constant", "cosine", "linear"] = "cosine"
+    final: float = 0.1
+
+    def __post_init__(self):
+        if self.peak <= 0:
+            raise ConfigError(f"peak must be positive, got {self.peak}")
+        if self.warmup_steps < 0:
+            raise ConfigError(f"warmup_steps must be at least 0, got {self.warmup_steps}")
+        if not 0 <= self.final <= 1:
+            raise ConfigError(f"final must be in 0..1 (a share of peak), got {self.final}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW (Loshchilov & Hutter 2019); weight decay acts on matrices only."""
+
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+
+    def __post_init__(self):
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        if self.eps <= 0 or self.clip_norm <= 0 or self.weight_decay < 0:
+            raise ConfigError(
+                "eps and clip_norm must be positive and weight_decay at least 0, got "
+                f"{self.eps}, {self.clip_norm}, {self.weight_decay}"
+            )
+
+
+def schedule(phases: list[tuple[ScheduleConfig, int]]) -> optax.Schedule:
+    """Joins the schedules of consecutive phases, given as (schedule, steps)."""
+    parts, borders, start = [], [], 0
+    for cfg, steps in phases:
+        parts.append(_phase_schedule(cfg, steps))
+        start += steps
+        borders.append(start)
+    return optax.join_schedules(parts, borders[:-1])
+
+
+def _phase_schedule(cfg: ScheduleConfig, steps: int) -> optax.Schedule:
+    if cfg.warmup_steps >= max(steps, 1):
+        raise ConfigError(f"warmup_steps = {cfg.warmup_steps} must be below steps = {steps}")
+    left = steps - cfg.warmup_steps
+    after = {
+        "constant": lambda: optax.constant_schedule(cfg.peak),
+        "cosine": lambda: optax.cosine_decay_schedule(cfg.peak, left, alpha=cfg.final),
+        "linear": lambda: optax.linear_schedule(cfg.peak, cfg.peak * cfg.final, left),
+    }[cfg.decay]()
+    if not cfg.warmup_steps:
+        return after
+    # the first step already moves: rate peak / warmup_steps, not 0
+    first = cfg.peak / cfg.warmup_steps
+    warm = optax.linear_schedule(first, cfg.peak, max(cfg.warmup_steps - 1, 1))
+    return optax.join_schedules([warm, after], [cfg.warmup_steps])
+
+
+def make(
+    cfg: OptimizerConfig, learning_rate: optax.ScalarOrSchedule, specs: Any
+) -> optax.GradientTransformation:
+    """Builds the optimizer for the parameters described by a table of `ParamSpec`s.
+
+    Tensors that are not trainable get neither update nor moments. Weight decay spares vectors
+    (norm scales); the stacked "layer" axis does not make a matrix of a vector.
+    """
+    decayed = jax.tree.map(lambda spec: len(set(spec.axes) - {"layer"}) >= 2, specs)
+    adamw = optax.chain(
+        optax.clip_by_global_norm(cfg.clip_norm),
+        optax.adamw(
+            learning_rate, cfg.b1, cfg.b2, cfg.eps, weight_decay=cfg.weight_decay, mask=decayed
+        ),
+    )
+    return optax.partition({True: adamw, False: optax.set_to_zero()}, trainable_mask(specs))

@@ -1,0 +1,176 @@
+"""Pretraining as phases: what changes between short context, long context and fine-tuning.
+
+Report section 2: a main phase, a shorter phase at longer context, a short supervised phase. They
+share one state, one step count and one optimizer; each has its own context length, rotary
+scaling, learning-rate schedule and data.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from c2 import models
+from c2.config import ConfigError
+from c2.data.packing import pack
+from c2.data.pipeline import batches
+from c2.data.prepare import Prepared
+from c2.losses.cross_entropy import token_log_probs
+from c2.models import ModelConfig, YarnConfig
+from c2.parallel import mesh as meshes
+from c2.training.loop import Phase, StepFn
+from c2.training.optimizer import ScheduleConfig, schedule
+from c2.training.step import TrainState, make_train_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseConfig:
+    """One phase of pretraining.
+
+    Attributes:
+      name: shown in progress, metrics and checkpoints.
+      steps: optimizer steps.
+      context: tokens per row; longer documents are cut.
+      batch: rows per step, over all devices.
+      learning_rate: its schedule.
+      data: "code" trains on whole documents, "fine_tuning" on instruction and solution pairs
+        made from them, with loss on the solutions only.
+      yarn: rotary scaling from this phase on the model's own; none keeps the model's.
+      micro_batches: gradient accumulation; does not change the result.
+    """
+
+    name: str
+    steps: int
+    context: int
+    batch: int
+    learning_rate: ScheduleConfig
+    data: Literal["code", "fine_tuning"] = "code"
+    yarn: YarnConfig | None = None
+    micro_batches: int = 1
+
+    def __post_init__(self):
+        for key in ("steps", "batch", "micro_batches"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"{key}: {getattr(self, key)} is not legal; legal: 1 or more")
+        if self.context < 2:
+            raise ConfigError(f"context: {self.context} is not legal; legal: 2 or more")
+        if self.batch % self.micro_batches:
+            raise ConfigError(
+                f"micro_batches: {self.micro_batches} must divide batch = {self.batch}"
+            )
+        if self.learning_rate.warmup_steps >= self.steps:
+            raise ConfigError(
+                f"learning_rate.warmup_steps: {self.learning_rate.warmup_steps} must be below "
+                f"steps = {self.steps}"
+            )
+
+
+def phase_model(cfg: ModelConfig, phase: PhaseConfig) -> ModelConfig:
+    """The model as a phase runs it: only rotary scaling can differ, so parameters fit all phases.
+
+    ``cfg`` keeps its own scaling where the phase names none.
+    """
+    if phase.yarn is None:
+        return cfg
+    return replace(cfg, rope=replace(cfg.rope, yarn=phase.yarn))
+
+
+def learning_rate(phases: Sequence[PhaseConfig]) -> optax.Schedule:
+    """The schedule over all phases."""
+    return schedule([(phase.learning_rate, phase.steps) for phase in phases])
+
+
+def choose_mesh(phases: Sequence[PhaseConfig]) -> Mesh:
+    """A data mesh of as many devices as divide the rows of every phase's micro-batches."""
+    rows = np.gcd.reduce([phase.batch // phase.micro_batches for phase in phases])
+    present = jax.device_count()
+    return meshes.data_mesh(max(n for n in range(1, present + 1) if rows % n == 0))
+
+
+def make_phases(
+    phases: Sequence[PhaseConfig],
+    cfg: ModelConfig,
+    data: Prepared,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    seed: int,
+    bias_update_rate: float,
+    evaluate: Callable[[ModelConfig], Callable[[TrainState], dict[str, float]]],
+) -> list[Phase]:
+    """Turns phase configs into phases of `c2.training.loop.train`.
+
+    Args:
+      phases: in order.
+      cfg: the model before any phase changes its rotary scaling.
+      data: the prepared corpus.
+      optimizer: built for `learning_rate(phases)`.
+      mesh: the devices.
+      seed: of the order of the data; every phase derives its own.
+      bias_update_rate: see `c2.training.step.balance_routers`.
+      evaluate: from the phase's model to its evaluation of a state.
+
+    Raises:
+      ConfigError: if a phase's data do not fill one batch.
+    """
+    made = []
+    for number, phase in enumerate(phases):
+        model = phase_model(cfg, phase)
+        step = make_train_step(
+            model,
+            optimizer,
+            mesh,
+            micro_batches=phase.micro_batches,
+            bias_update_rate=bias_update_rate,
+        )
+        made.append(
+            Phase(
+                name=phase.name,
+                steps=phase.steps,
+                step_fn=_placed(step, mesh),
+                make_batches=_batch_factory(phase, data, seed + number),
+                evaluate=evaluate(model),
+            )
+        )
+    return made
+
+
+def _placed(step: StepFn, mesh: Mesh) -> StepFn:
+    return lambda state, batch: step(state, meshes.shard_rows(batch, mesh))
+
+
+def _batch_factory(phase: PhaseConfig, data: Prepared, seed: int):
+    if phase.data == "code":
+        rows = pack(data.documents, phase.context)
+    else:
+        rows = pack(data.fine_tuning(), phase.context, overlong="drop")
+    dataset = batches(
+        rows,
+        batch_size=phase.batch,
+        seed=seed,
+        weights=data.weights,
+        shard=jax.process_index(),
+        shards=jax.process_count(),
+    )
+    return lambda: iter(dataset)
+
+
+def log_prob_fn(params: models.Params, cfg: ModelConfig) -> Callable[[np.ndarray], np.ndarray]:
+    """Scores token rows under a model, as evaluations want it.
+
+    Returns:
+      ``tokens int32 [batch, window] -> log-probabilities of tokens[:, 1:], f32
+      [batch, window - 1]``; compiled once per shape.
+    """
+    return lambda tokens: np.asarray(_log_probs(params, tokens, cfg))
+
+
+@partial(jax.jit, static_argnames="cfg")
+def _log_probs(params, tokens, cfg):
+    logits = models.forward(params, tokens[:, :-1], cfg).logits
+    return token_log_probs(logits, tokens[:, 1:])

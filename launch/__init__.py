@@ -1,0 +1,1 @@
+"""Process start: the only place with flags, environment variables and run folders."""

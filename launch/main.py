@@ -1,0 +1,305 @@
+"""Runs one study.
+
+  python -m launch.main --list
+  python -m launch.main --config=experiments/NAME.py[:variant] [--workdir=DIR] [--config.KEY=VALUE]
+
+Config overrides: --config.KEY=VALUE (or --config.KEY VALUE) sets one key of the study's config, for
+example --config.model.hidden=64 --config.phases.0.steps=10 --config.seeds='[1, 2]'
+--config.limit=none. --print_config shows all keys. An unknown key or a wrong type is refused.
+
+The same command resumes an interrupted run. A finished run is shown, not computed again: choose
+another --workdir for that. --config=DIR/config.json runs a saved config (or the output of
+--print_config), with overrides if you like.
+
+Exit status: 0 finished, also if claims are "not shown"; 1 failed; 2 bad input; 130 interrupted.
+"""
+
+import dataclasses
+import json
+import shlex
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import rich.box
+import rich.markup
+import rich.table
+from absl import app, flags, logging
+from rich.console import Console
+
+from c2.config import ConfigError, differences, from_dict, override, to_dict
+from experiments import registry
+from experiments.study import Run
+from launch import jax_setup, provenance, report, run_dir
+
+
+class RunError(Exception):
+    """A study failed at run time; the message is one line for the user."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """A parsed command line; `command` is what repeats it."""
+
+    command: tuple[str, ...]
+    config: str | None
+    overrides: tuple[str, ...]
+    workdir: str | None
+    list: bool
+    print_config: bool
+    dry_run: bool
+    debug: bool
+
+
+def parse(argv: Sequence[str], values: flags.FlagValues = flags.FLAGS) -> Options:
+    """Parses a command line, program name first, into `values`.
+
+    Raises:
+      ConfigError: for an unknown flag, a stray argument or an override without a value.
+    """
+    rest, overrides = split_overrides(argv)
+    _define(values)
+    if {"--help", "-help", "-h"} & set(rest):
+        app.usage(shorthelp=True, writeto_stdout=True, exitcode=0)  # absl's own would exit with 1
+    try:
+        stray = values(rest)[1:]
+    except flags.Error as error:
+        raise ConfigError(f"{error} (--help lists the flags)") from error
+    if stray:
+        raise ConfigError(f"unexpected argument {stray[0]!r}; all arguments are --NAME=VALUE")
+    names = ("config", "workdir", "list", "print_config", "dry_run", "debug")
+    return Options(
+        command=("python", "-m", "launch.main", *argv[1:]),
+        overrides=tuple(overrides),
+        **{name: values[name].value for name in names},
+    )
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Takes `--config.KEY=VALUE` and `--config.KEY VALUE` out of a command line.
+
+    Returns:
+      The remaining words and the assignments ("KEY=VALUE").
+
+    Raises:
+      ConfigError: if a key has no value.
+    """
+    rest, assignments = [], []
+    words = iter(argv)
+    for word in words:
+        dashes, is_override, assignment = word.partition("-config.")
+        if not is_override or dashes not in ("", "-"):
+            rest.append(word)
+            continue
+        if "=" not in assignment:
+            value = next(words, None)
+            if value is None or value.startswith("--"):
+                raise ConfigError(f"{word}: no value; write {word}=VALUE")
+            assignment = f"{assignment}={value}"
+        assignments.append(assignment)
+    return rest, assignments
+
+
+def execute(options: Options) -> int:
+    """Does what the command line says; every failure becomes one line on stderr.
+
+    Returns:
+      The exit status.
+    """
+    try:
+        return _dispatch(options)
+    except KeyboardInterrupt:
+        return _fail(f"interrupted; to resume: {shlex.join(options.command)}", 130)
+    except Exception as error:
+        if options.debug:
+            traceback.print_exc()
+        return _fail(_one_line(error), 2 if isinstance(error, ConfigError) else 1)
+
+
+def run_main(argv: Sequence[str]) -> int:
+    """One command line in this process, without absl's process-wide state; returns the status."""
+    try:
+        return execute(parse(argv, flags.FlagValues()))
+    except ConfigError as error:
+        return _fail(str(error), 2)
+
+
+def _define(values: flags.FlagValues) -> None:
+    define = {"flag_values": values}
+    flags.DEFINE_string(
+        "config",
+        None,
+        "The study: NAME or experiments/NAME.py or the path of your own study file, each with an"
+        " optional :variant; or a saved config.json.",
+        **define,
+    )
+    flags.DEFINE_string(
+        "workdir", None, "The run folder. Default: runs/NAME or runs/NAME-variant.", **define
+    )
+    flags.DEFINE_bool("list", False, "List the studies.", **define)
+    flags.DEFINE_bool("print_config", False, "Print the resolved config as JSON.", **define)
+    flags.DEFINE_bool("dry_run", False, "Check everything and write nothing.", **define)
+    flags.DEFINE_bool("debug", False, "Print the traceback of a failure.", **define)
+
+
+def _dispatch(options: Options) -> int:
+    console = Console()
+    if options.list:
+        console.print(_studies_table())
+        return 0
+    if not options.config:
+        raise ConfigError("--config is missing; --list shows the studies, --help the flags")
+    jax_setup.quiet_logs()
+    study, defaults, config = resolve(options.config, options.overrides)
+    if options.print_config:
+        print(json.dumps(run_dir.manifest(study, config), indent=2))
+        return 0
+    default_workdir = Path("runs") / study.title.replace(":", "-")
+    workdir = Path(options.workdir) if options.workdir else default_workdir
+    changes = differences(to_dict(defaults), to_dict(config))
+    folder = run_dir.check(workdir, study, config)
+    _announce(console, study, workdir, folder, changes)
+    if options.dry_run:
+        console.print("dry run: nothing was started or written")
+    elif folder.state == "finished":
+        _show(console, run_dir.read_json(workdir / run_dir.RESULT), workdir)
+    else:
+        start = {
+            "time": provenance.now(),
+            "command": options.command,
+            "overrides": options.overrides,
+            "changes": changes,
+            "git": provenance.git_revision(),
+            "versions": provenance.versions(),
+            "machine": provenance.machine(),
+        }
+        _run(console, study, config, workdir, start)
+    return 0
+
+
+def resolve(spec: str, overrides: Sequence[str] = ()) -> tuple[registry.Study, Any, Any]:
+    """The study, its default config and the config to run, from the value of `--config`.
+
+    Raises:
+      ConfigError: for an unknown study, variant or key, or a config that is not legal.
+    """
+    if spec.endswith(".json"):
+        saved = run_dir.read_manifest(Path(spec))
+        study = registry.load(f"{saved['study']}:{saved['variant']}")
+        defaults = study.get_config()
+        config = from_dict(type(defaults), saved["config"], where=f"{spec}: config")
+    else:
+        study = registry.load(spec)
+        config = defaults = study.get_config()
+    return study, defaults, override(config, overrides)
+
+
+def _run(
+    console: Console,
+    study: registry.Study,
+    config: Any,
+    workdir: Path,
+    start: dict[str, Any],
+) -> None:
+    with run_dir.opened(workdir, study, config, start) as folder:
+        jax_setup.enable_compilation_cache()
+        jax_setup.split_cpu()
+        began = time.perf_counter()
+        try:
+            result = study.run(config, Run(workdir=workdir, console=console))
+            ending = {
+                "finished": provenance.now(),
+                "seconds": round(time.perf_counter() - began, 2),
+                "resumed": folder.state == "started",
+                "devices": provenance.devices(),
+            }
+            text = report.markdown(result, study, start, ending)
+            stored = report.to_dict(result, study, ending)
+            run_dir.write_text(workdir / run_dir.REPORT, text)
+            run_dir.write_json(workdir / run_dir.RESULT, stored)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise RunError(_log(error, workdir)) from error
+    _show(console, stored, workdir)
+
+
+def _log(error: Exception, workdir: Path) -> str:
+    """Writes the traceback down; returns the line that says what failed and where to read on."""
+    path = workdir / run_dir.ERRORS
+    try:
+        run_dir.write_text(path, "".join(traceback.format_exception(error)))
+    except OSError:  # most likely the disk is full, which is also why the study failed
+        return _one_line(error)
+    return f"{_one_line(error)} (traceback: {path})"
+
+
+def _announce(
+    console: Console,
+    study: registry.Study,
+    workdir: Path,
+    folder: run_dir.Folder,
+    changes: Sequence[str],
+) -> None:
+    state = {"new": "new run", "started": "resuming", "finished": "already finished"}[folder.state]
+    lines = [
+        f"study    {study.title}: {study.info.question}",
+        f"workdir  {workdir} ({state})",
+        *(f"config   {change}" for change in changes),
+        *(f"changed  {change} (since the last start)" for change in folder.runtime_changes),
+    ]
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def _show(console: Console, stored: dict[str, Any], workdir: Path) -> None:
+    console.print(report.claims_table(report.claims_of(stored)))
+    path = rich.markup.escape(str(workdir / run_dir.REPORT))
+    console.print(f"report: {path}", highlight=False, soft_wrap=True)
+
+
+def _studies_table() -> rich.table.Table:
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD)
+    table.add_column("study", no_wrap=True)
+    table.add_column("variants")
+    table.add_column("question")
+    for info in registry.discover().values():
+        table.add_row(info.name, " ".join(info.variants), rich.markup.escape(info.question))
+    return table
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, ConfigError | RunError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    first = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"error: {message}" if status != 130 else message, file=sys.stderr)
+    return status
+
+
+def _parse_or_exit(argv: Sequence[str]) -> Options:
+    try:
+        return parse(argv)
+    except ConfigError as error:
+        sys.exit(_fail(str(error), 2))
+
+
+def _main(options: Options) -> int:
+    logging.set_verbosity(logging.WARNING)  # `app.run` raises it to INFO, which orbax uses a lot
+    return execute(options)
+
+
+def main() -> NoReturn:
+    """Starts the process."""
+    app.run(_main, flags_parser=_parse_or_exit)
+
+
+if __name__ == "__main__":
+    main()

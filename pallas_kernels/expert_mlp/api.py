@@ -33,7 +33,4 @@ def expert_mlp(
             f"routes {routes.shape} and weights {weights.shape} must be [tokens, top_k] for "
             f"x {x.shape}"
         )
-    merged = gate_up.reshape(experts, embed, 2 * ffw).astype(x.dtype)
-    return xla.expert_mlp(
-        x, routes.astype(jnp.int32), weights.astype(jnp.float32), merged, down.astype(x.dtype)
-    )
+    return xla.expert_mlp(x, routes.astype(jnp.int32), weights.astype(jnp.float32), gate_up, down)

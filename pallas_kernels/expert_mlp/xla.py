@@ -96,11 +96,20 @@ def _gather_slots(outputs: jax.Array, slot: jax.Array, top_k: int) -> jax.Array:
 
 @jax.custom_vjp
 def expert_mlp(x, routes, weights, gate_up, down):
-    """See `pallas_kernels.expert_mlp.expert_mlp`; gate_up is merged to [expert, embed, 2 ffw]."""
+    """See `pallas_kernels.expert_mlp.expert_mlp`."""
     return _forward(x, routes, weights, gate_up, down)[0]
 
 
+def _matrices(gate_up, down, dtype):
+    """Weights as operands: gate_up merged to [expert, embed, 2 * ffw]."""
+    experts, embed, _, ffw = gate_up.shape
+    return gate_up.reshape(experts, embed, 2 * ffw).astype(dtype), down.astype(dtype)
+
+
 def _forward(x, routes, weights, gate_up, down):
+    # the weights are saved as they came: a layer scan then need not copy them to its residuals
+    saved = x, weights, gate_up, down
+    gate_up, down = _matrices(gate_up, down, x.dtype)
     p = plan(routes, gate_up.shape[0])
     blocks, rows = p.token.shape
 
@@ -118,11 +127,12 @@ def _forward(x, routes, weights, gate_up, down):
     outputs, hiddens = jax.lax.fori_loop(0, p.used, block, empty)
     per_route = _gather_slots(outputs, p.slot, routes.shape[1])
     mixed = jnp.einsum("tkd,tk->td", per_route, weights, preferred_element_type=jnp.float32)
-    return mixed.astype(x.dtype), (x, weights, gate_up, down, p, hiddens)
+    return mixed.astype(x.dtype), (*saved, p, hiddens)
 
 
 def _backward(residuals, d_mixed):
-    x, weights, gate_up, down, p, hiddens = residuals
+    x, weights, *stored, p, hiddens = residuals
+    gate_up, down = _matrices(*stored, x.dtype)
     tokens, top_k = weights.shape
     blocks, rows = p.token.shape
     weight = jnp.zeros(blocks * rows, jnp.float32)
@@ -152,7 +162,10 @@ def _backward(residuals, d_mixed):
     dx_rows, d_weight, d_gate_up, d_down = jax.lax.fori_loop(0, p.used, block, start)
     dx = _gather_slots(dx_rows, p.slot, top_k).sum(1, dtype=jnp.float32).astype(x.dtype)
     d_weights = _rows(d_weight.reshape(-1), p.slot).reshape(tokens, top_k)
-    return dx, None, d_weights, d_gate_up.astype(gate_up.dtype), d_down.astype(down.dtype)
+    d_stored = (
+        d.reshape(w.shape).astype(w.dtype) for d, w in zip((d_gate_up, d_down), stored, strict=True)
+    )
+    return dx, None, d_weights, *d_stored
 
 
 expert_mlp.defvjp(_forward, _backward)

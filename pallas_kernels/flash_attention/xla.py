@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 MASKED = -1e30  # finite, so that a row without visible keys gives no NaN
 MIN_BLOCK = 64
-MAX_BLOCKS = 16  # blocks are unrolled in the program; longer rows get longer blocks
+MAX_BLOCKS = 8  # blocks are unrolled in the program; longer rows get longer blocks
 
 _dot = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
@@ -23,44 +23,55 @@ def _blocks(seq: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, seq)) for start in range(0, seq, size)]
 
 
-def _visible(segment_ids, start, stop):
-    """Which keys 0..stop the queries start..stop see, bool [query, key]."""
+def _mask(segment_ids, start, stop):
+    """What to add to scores of queries start..stop and keys 0..stop, f32 [query, key]."""
     causal = jnp.arange(start, stop)[:, None] >= jnp.arange(stop)
-    return causal & (segment_ids[start:stop, None] == segment_ids[None, :stop])
+    visible = causal & (segment_ids[start:stop, None] == segment_ids[None, :stop])
+    # computed once, not once per head and use, as fusion would have it
+    return jax.lax.optimization_barrier(jnp.where(visible, 0.0, MASKED))
 
 
-def _forward_row(row):
-    """One batch row -> output f32 [heads, seq, v], log-sum-exp f32 [heads, seq]."""
-    q, k, v, segment_ids = row
+def _forward_head(head, masks):
+    """One head of one row -> output f32 [seq, v], log-sum-exp f32 [seq]."""
+    q, k, v = head
     outputs, lses = [], []
-    for start, stop in _blocks(segment_ids.shape[0]):
-        scores = _dot("hdq,hdk->hqk", q[..., start:stop], k[..., :stop])
-        scores = jnp.where(_visible(segment_ids, start, stop), scores, MASKED)
+    for (start, stop), mask in zip(_blocks(q.shape[1]), masks, strict=True):
+        scores = _dot("dq,dk->qk", q[:, start:stop], k[:, :stop]) + mask
         peak = scores.max(-1, keepdims=True)
         weights = jnp.exp(scores - peak)
         total = weights.sum(-1, keepdims=True)
-        outputs.append(_dot("hqk,hdk->hqd", weights.astype(v.dtype), v[..., :stop]) / total)
-        lses.append((peak + jnp.log(total))[..., 0])
-    return jnp.concatenate(outputs, axis=1), jnp.concatenate(lses, axis=1)
+        outputs.append(_dot("qk,dk->qd", weights.astype(v.dtype), v[:, :stop]) / total)
+        lses.append((peak + jnp.log(total))[:, 0])
+    return jnp.concatenate(outputs), jnp.concatenate(lses)
 
 
-def _backward_row(row):
-    """Cotangents of one batch row: dq f32 [heads, seq, qk], dk and dv f32 [heads, feature, seq]."""
-    q, k, v, segment_ids, lse, correction, d_out = row
+def _backward_head(head, masks):
+    """Cotangents of one head of one row: dq f32 [seq, qk], dk and dv f32 [feature, seq]."""
+    q, k, v, lse, correction, d_out = head
     dq = []
     dk = jnp.zeros(k.shape, jnp.float32)
     dv = jnp.zeros(v.shape, jnp.float32)
-    for start, stop in _blocks(segment_ids.shape[0]):
-        scores = _dot("hdq,hdk->hqk", q[..., start:stop], k[..., :stop])
-        scores = jnp.where(_visible(segment_ids, start, stop), scores, MASKED)
-        weights = jnp.exp(scores - lse[:, start:stop, None])
-        d_weights = _dot("hdq,hdk->hqk", d_out[..., start:stop], v[..., :stop])
-        d_scores = weights * (d_weights - correction[:, start:stop, None])
+    for (start, stop), mask in zip(_blocks(q.shape[1]), masks, strict=True):
+        scores = _dot("dq,dk->qk", q[:, start:stop], k[:, :stop]) + mask
+        weights = jnp.exp(scores - lse[start:stop, None])
+        d_weights = _dot("dq,dk->qk", d_out[:, start:stop], v[:, :stop])
+        d_scores = weights * (d_weights - correction[start:stop, None])
         weights, d_scores = weights.astype(v.dtype), d_scores.astype(q.dtype)
-        dv = dv.at[..., :stop].add(_dot("hdq,hqk->hdk", d_out[..., start:stop], weights))
-        dk = dk.at[..., :stop].add(_dot("hdq,hqk->hdk", q[..., start:stop], d_scores))
-        dq.append(_dot("hqk,hdk->hqd", d_scores, k[..., :stop]))
-    return jnp.concatenate(dq, axis=1), dk, dv
+        dv = dv.at[:, :stop].add(_dot("dq,qk->dk", d_out[:, start:stop], weights))
+        dk = dk.at[:, :stop].add(_dot("dq,qk->dk", q[:, start:stop], d_scores))
+        dq.append(_dot("qk,dk->qd", d_scores, k[:, :stop]))
+    return jnp.concatenate(dq), dk, dv
+
+
+def _over_heads(f, segment_ids, *arrays):
+    """Maps ``f(head, masks)`` over batch and heads of arrays [batch, heads, ...], one at a time."""
+
+    def row(args):
+        segments, *arrays = args
+        masks = [_mask(segments, *block) for block in _blocks(segments.shape[0])]
+        return jax.lax.map(lambda head: f(head, masks), tuple(arrays))
+
+    return jax.lax.map(row, (segment_ids, *arrays))
 
 
 def _tokens_last(x):
@@ -76,18 +87,18 @@ def flash_attention(q, k, v, segment_ids, scale):
 
 def _forward(q, k, v, segment_ids, scale):
     # scaling queries once is cheaper than scaling every score
-    row = (_tokens_last(q * scale), _tokens_last(k), _tokens_last(v), segment_ids)
-    out, lse = jax.lax.map(_forward_row, row)
+    heads = _tokens_last(q * scale), _tokens_last(k), _tokens_last(v)
+    out, lse = _over_heads(_forward_head, segment_ids, *heads)
     out = out.astype(v.dtype).transpose(0, 2, 1, 3)
-    return out, (*row, out, lse)
+    return out, (segment_ids, *heads, out, lse)
 
 
 def _backward(scale, residuals, d_out):
-    *row, out, lse = residuals
+    segment_ids, q, k, v, out, lse = residuals
     # sum_k p dp, the softmax Jacobian's rank-one term, from the outputs alone
     correction = jnp.einsum("bqhd,bqhd->bhq", out, d_out, preferred_element_type=jnp.float32)
-    dq, dk, dv = jax.lax.map(_backward_row, (*row, lse, correction, _tokens_last(d_out)))
-    q, k, v = row[:3]
+    arrays = (q, k, v, lse, correction, _tokens_last(d_out))
+    dq, dk, dv = _over_heads(_backward_head, segment_ids, *arrays)
     dq = (dq * scale).astype(q.dtype).transpose(0, 2, 1, 3)
     dk = dk.astype(k.dtype).transpose(0, 3, 1, 2)
     dv = dv.astype(v.dtype).transpose(0, 3, 1, 2)

@@ -7,6 +7,7 @@ puts the dotted path in front.
 """
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -102,6 +103,19 @@ def override(cfg: T, assignments: Sequence[str], *, where: str = "config") -> T:
             raise ConfigError(f"{where}.{path}: no value; write {path}=VALUE")
         data = _assigned(type(cfg), data, path.split("."), text, where)
     return _build(type(cfg), data, where)
+
+
+@contextlib.contextmanager
+def located(where: str) -> Iterator[None]:
+    """Puts `where` in front of errors that start with the key of a part of a config.
+
+    For what a room finds out only when it runs: inside `located("config.data")` its error
+    "sources: ..." becomes "config.data.sources: ...".
+    """
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{where}.{error}") from error
 
 
 def suggestion(word: str, legal: Iterable[str]) -> str:
@@ -264,8 +278,8 @@ def _located(message: str, keys: Iterable[str], where: str) -> str:
     """Puts the path in front: as a prefix of the key that `message` starts with, if it does."""
     if message.startswith((f"{where}.", f"{where}:")):
         return message
-    named = re.match(r"(\w+)[\w.]*:", message)
-    return f"{where}.{message}" if named and named[1] in keys else f"{where}: {message}"
+    named = re.match(r"\w+", message)
+    return f"{where}.{message}" if named and named[0] in keys else f"{where}: {message}"
 
 
 # Words -> data ------------------------------------------------------------------------------------

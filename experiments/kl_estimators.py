@@ -2,15 +2,15 @@
 
 The report regularises RL with k1 = -log r because the variance of k3 = (r - 1) - log r explodes
 (section 3, Fig. 4; r = p / q, samples from the policy q). Here q = N(0, 1) and p = N(mu, 1), so
-KL = mu^2 / 2 and every moment is known. A second part asks which gradient each estimator gives,
-as a loss and as a reward: exact expectations over categorical policies.
+KL = mu^2 / 2 and every moment is known. Which gradient each estimator gives is another question:
+`kl_placement`.
 
     python -m launch.main --config=experiments/kl_estimators.py --workdir=runs/kl_estimators
 
 Expect Schulman's table (std / KL of k1, k2, k3: 20, 1.42, 1.42 at mu = 0.1; 2, 1.73, 1.70 at
 mu = 1), k3 noisier than k1 from KL = 0.628 on, and at mu = 4 a k3 whose standard deviation is
 373 times the KL, of which a million samples show next to nothing.
-About 10 seconds on 2 cores; `kl_estimators.py:quick` with fewer samples takes 5.
+About 6 seconds on 2 cores; `kl_estimators.py:quick` uses fewer samples.
 """
 
 import dataclasses
@@ -37,9 +37,6 @@ PUBLISHED = {
     1.0: {"k1": ("0.00", "2"), "k2": ("0.25", "1.73"), "k3": ("0.00", "1.7")},
 }
 CROSSOVER = 0.6282  # KL = u / 2 at which Var k3 = e^u - 1 - u passes Var k1 = u
-# How an estimator can be used: from right over misleading to useless.
-USES = ("k1 in reward", "k2 as loss", "k3 as loss", "k2 in reward", "k3 in reward", "k1 as loss")
-EXAMPLE = ((0.5, -0.2, 0.1), (0.0, 0.3, -0.4))  # logits of a policy and of its reference
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,8 +50,6 @@ class Config:
       mu_max: largest distance; float32 overflows in k3 soon after 6.
       points: distances between the two, evenly spaced on a log scale.
       unreliable: a sample variance is flagged if its relative standard error is above this.
-      policies: random pairs of policy and reference for the gradients.
-      vocab: size of their alphabet.
     """
 
     samples: int = 1_000_000
@@ -63,12 +58,10 @@ class Config:
     mu_max: float = 4.0
     points: int = 24
     unreliable: float = 0.05
-    policies: int = 2000
-    vocab: int = 8
 
     def __post_init__(self) -> None:
         """Checks ranges."""
-        least = {"samples": 1000, "seeds": 1, "points": 2, "policies": 1, "vocab": 2}
+        least = {"samples": 1000, "seeds": 1, "points": 2}
         for key, bound in least.items():
             if getattr(self, key) < bound:
                 raise ConfigError(f"{key}: {getattr(self, key)}; legal: at least {bound}")
@@ -85,11 +78,8 @@ def get_config(variant: str = VARIANTS[0]) -> Config:
         case "full":
             return Config()
         case "quick":
-            return Config(samples=50_000, seeds=3, points=8, policies=200)
+            return Config(samples=50_000, seeds=3, points=8)
     raise ConfigError(f"variant: {variant!r}; legal: {', '.join(VARIANTS)}")
-
-
-# --- As values: q = N(0, 1), p = N(mu, 1) ---
 
 
 class Moments(NamedTuple):
@@ -145,7 +135,7 @@ def crossover() -> float:
 
 
 class Values(NamedTuple):
-    """The first part's measurements."""
+    """What was measured."""
 
     mu: np.ndarray
     exact: dict[str, Moments]
@@ -155,7 +145,7 @@ class Values(NamedTuple):
     crossover: float
 
 
-def measure_values(config: Config, run: Run) -> Values:
+def measure(config: Config, run: Run) -> Values:
     """Quadrature and independent samples for every distance and seed."""
     mu = np.geomspace(config.mu_min, config.mu_max, config.points)
     mu = np.union1d(mu, list(PUBLISHED))
@@ -201,7 +191,7 @@ def published_table(values: Values) -> list[dict[str, Any]]:
     return rows
 
 
-def value_claims(config: Config, values: Values, table: list[dict[str, Any]]) -> list[Claim]:
+def judge(config: Config, values: Values, table: list[dict[str, Any]]) -> list[Claim]:
     """What Fig. 4 says, and that our numbers can be trusted."""
     u = values.mu**2
     expected = {"k1": u / 2, "k2": u / 2 + u**2 / 8}
@@ -306,177 +296,30 @@ def draw_variance(config: Config, run: Run, values: Values) -> Figure:
     )
 
 
-# --- As gradients: a categorical policy q with logits theta, and its reference p ---
-
-
-def gradients(theta: jax.Array, reference: jax.Array) -> dict[str, jax.Array]:
-    """Exact expected gradients with respect to the policy's logits, each [vocab].
-
-    Args:
-      theta: logits of the policy, [vocab].
-      reference: logits of the reference, [vocab].
-
-    Returns:
-      The gradients of KL(q||p) and KL(p||q), and what gradient descent follows if an estimator is
-      differentiated as a loss on samples of q, or subtracted from the reward of a policy gradient.
-    """
-    log_p = jax.nn.log_softmax(reference)
-    log_q = jax.nn.log_softmax
-    q = jnp.exp(log_q(theta))  # where the samples come from: not differentiated
-
-    def as_loss(estimator: kl.Estimator) -> jax.Array:
-        return jax.grad(lambda t: q @ kl.estimate(log_p, log_q(t), estimator))(theta)
-
-    def in_reward(estimator: kl.Estimator) -> jax.Array:
-        penalty = kl.estimate(log_p, log_q(theta), estimator)
-        return jax.grad(lambda t: (q * penalty) @ log_q(t))(theta)
-
-    return {
-        "KL(q||p)": jax.grad(lambda t: jnp.exp(log_q(t)) @ (log_q(t) - log_p))(theta),
-        "KL(p||q)": jax.grad(lambda t: jnp.exp(log_p) @ (log_p - log_q(t)))(theta),
-        **{f"{estimator} as loss": as_loss(estimator) for estimator in kl.ESTIMATORS},
-        **{f"{estimator} in reward": in_reward(estimator) for estimator in kl.ESTIMATORS},
-    }
-
-
-def random_policies(seed: int, number: int, vocab: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs of logits, [pair, vocab]: from nearly equal to far apart (KL of about 1e-4 to 10)."""
-    rng = np.random.default_rng(seed)
-    theta = rng.normal(size=(number, vocab))
-    distance = np.exp(rng.uniform(np.log(0.03), np.log(3), (number, 1)))
-    return theta, theta + distance * rng.normal(size=(number, vocab))
-
-
-def measure_gradients(config: Config) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The worked example, each [3], and random pairs, each [pair, vocab]."""
-    with jax.enable_x64(True):
-        example = jax.jit(gradients)(*map(jnp.asarray, EXAMPLE))
-        policies = random_policies(0, config.policies, config.vocab)
-        pairs = jax.jit(jax.vmap(gradients))(*policies)
-    return jax.tree.map(np.asarray, example), jax.tree.map(np.asarray, pairs)
-
-
-def cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Between the rows of two matrices."""
-    return (a * b).sum(-1) / (np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1))
-
-
-def wrong_way(pairs: dict[str, np.ndarray], name: str = "k3 in reward") -> float:
-    """The share of the pairs that gradient descent drives away from their reference."""
-    return (cosine(pairs[name], pairs["KL(q||p)"]) < 0).mean()
-
-
-def gradient_claims(config: Config, pairs: dict[str, np.ndarray]) -> list[Claim]:
-    """What each estimator does to the policy."""
-    reverse, forward = pairs["KL(q||p)"], pairs["KL(p||q)"]
-    right = ("k1 in reward", "k2 as loss")
-    note = f"{config.policies} random pairs of policies over {config.vocab} tokens."
-    claim = functools.partial(Claim, seeds=1, note=note)
-
-    def largest_difference(gradient: np.ndarray, target: np.ndarray) -> float:
-        return (np.abs(gradient - target).max(-1) / np.abs(target).max(-1)).max()
-
-    return [
-        claim(
-            statement="k1 differentiated as a loss has no gradient (largest entry)",
-            measured=np.abs(pairs["k1 as loss"]).max(),
-            bound=1e-12,
-            relation="<=",
-        ),
-        claim(
-            statement="k1 in the reward and k2 as a loss have the gradient of KL(q||p)"
-            " (largest relative difference)",
-            measured=max(largest_difference(pairs[name], reverse) for name in right),
-            bound=1e-9,
-            relation="<=",
-        ),
-        claim(
-            statement="k3 as a loss has the gradient of the other divergence, KL(p||q)"
-            " (largest relative difference)",
-            measured=largest_difference(pairs["k3 as loss"], forward),
-            bound=1e-9,
-            relation="<=",
-        ),
-        claim(
-            statement="k3 in the reward often drives the policy away from the reference"
-            " (share of the pairs)",
-            measured=wrong_way(pairs),
-            bound=0.25,
-            relation=">=",
-        ),
-    ]
-
-
-def draw_gradients(run: Run, pairs: dict[str, np.ndarray]) -> Figure:
-    """How each use of an estimator is aligned with the true gradient."""
-    rows = USES[:-1]
-    notes = ["exact", "exact", "that of KL(p||q)"]
-    notes += [f"wrong way for {wrong_way(pairs, name):.0%}" for name in rows[3:]]
-    colors = [plotting.BLUE] * 2 + [plotting.ORANGE] + [plotting.VERMILION] * 2
-    figure, axes = new_figure(width=7.2, height=4.0)
-    jitter = np.random.default_rng(0).uniform(-0.3, 0.3, len(pairs[rows[0]]))
-    axes.axvspan(-1.05, 0, color=plotting.SHADE, zorder=0)
-    for row, (name, note, color) in enumerate(zip(rows, notes, colors, strict=True)):
-        x = cosine(pairs[name], pairs["KL(q||p)"])
-        axes.plot(x, row + jitter, "o", color=color, alpha=0.3, markersize=2.2, mew=0)
-        plotting.label(axes, 1.02, row, note, color=color)
-    axes.text(0, len(rows), "no gradient at all", ha="center", va="center", color=colors[-1])
-    for x, text in ((-0.5, "drives the policy away"), (0.5, "drives it to the reference")):
-        axes.text(x, -0.62, text, ha="center", va="center", color=plotting.GREY)
-    labels = [f"$k_{name[1]}${name[2:]}" for name in USES]
-    axes.set_yticks(range(len(labels)), labels)
-    axes.set(xlim=(-1.05, 1.5), ylim=(5.5, -0.9), xticks=(-1, -0.5, 0, 0.5, 1))
-    axes.set_xlabel("cosine between the expected gradient and the gradient of KL(q||p)", x=0.41)
-    axes.grid(axis="y", visible=False)
-    axes.set_title("Two of six ways to use an estimator follow the gradient of KL(q||p)")
-    return run.save_figure(
-        figure,
-        "gradients",
-        caption="Each dot is a random pair of policy and reference; across, the cosine between"
-        " the expected gradient of an estimator, as a loss or in the reward, and the true one.",
-    )
-
-
-# --- Both ---
-
-
 def run(config: Config, run: Run) -> Result:
     """Measures, judges and draws."""
-    values = measure_values(config, run)
-    example, pairs = measure_gradients(config)
+    values = measure(config, run)
     table = published_table(values)
     with plotting.style():
-        figures = [draw_variance(config, run, values), draw_gradients(run, pairs)]
+        figure = draw_variance(config, run, values)
     return Result(
-        summary=summary(values, pairs),
-        claims=[*value_claims(config, values, table), *gradient_claims(config, pairs)],
-        figures=figures,
-        tables={
-            "Bias and standard deviation of one sample, over the KL": table,
-            "Expected gradients at logits (0.5, -0.2, 0.1), reference (0, 0.3, -0.4)": [
-                {"gradient": name}
-                | {f"logit {i}": round(g, 8) + 0.0 for i, g in enumerate(example[name])}
-                for name in ("KL(q||p)", "KL(p||q)", *USES)
-            ],
-        },
-        metrics={"crossover_kl": values.crossover, "k3_in_reward_wrong_way": wrong_way(pairs)},
+        summary=summary(values),
+        claims=judge(config, values, table),
+        figures=[figure],
+        tables={"Bias and standard deviation of one sample, over the KL": table},
+        metrics={"crossover_kl": values.crossover},
     )
 
 
-def summary(values: Values, pairs: dict[str, np.ndarray]) -> str:
+def summary(values: Values) -> str:
     """The findings in words, and what they cannot say."""
     std = {e: math.sqrt(m.variance[-1]) / (values.mu[-1] ** 2 / 2) for e, m in values.exact.items()}
     return f"""\
-**As values.** k3 is the better estimator near the reference and useless far from it: its variance
-passes that of k1 at a KL of {values.crossover:.3f} and is carried by samples so rare that a
-sampled variance does not show it. At mu = {values.mu[-1]:g} the standard deviation of one sample
-is {std["k1"]:.3g} (k1), {std["k2"]:.3g} (k2, biased) and {std["k3"]:.3g} (k3) times the KL.
+k3 is the better estimator near the reference and useless far from it: its variance passes that of
+k1 at a KL of {values.crossover:.3f} and is carried by samples so rare that a sampled variance does
+not show it. At mu = {values.mu[-1]:g} the standard deviation of one sample is {std["k1"]:.3g} (k1),
+{std["k2"]:.3g} (k2, biased) and {std["k3"]:.3g} (k3) times the KL.
 
-**As gradients.** Two of the six ways to use an estimator follow KL(q||p): k1 in the reward and k2
-as a loss. k1 as a loss has no gradient, k3 as a loss has that of KL(p||q), and k3 in the reward
-has the difference of the two, which points the wrong way for {wrong_way(pairs):.0%} of the pairs.
-
-**Limits.** Gaussians of one width and categorical policies over a few tokens are no language
-models: expect the signs to carry over, not the numbers. The report says that it uses k1, not
-whether it puts it in the reward or in the loss.
+**Limits.** Gaussians of one width are no language models: expect the signs to carry over, not the
+numbers.
 """

@@ -195,9 +195,10 @@ def draw_loss(config: Any, run: Run, columns: Columns, line: Line) -> Figure:
     ends = _tokens_at(columns, np.cumsum([phase.steps for phase in config.phases]))
     for phase, end in zip(config.phases, ends, strict=True):
         axes.axvline(end, color=plotting.GREY, linewidth=0.8, linestyle=":")
-        plotting.label(
-            axes, end, top, f" {phase.name}", color=plotting.GREY, offset=(-3, -4), rotation=90
+        text = plotting.label(
+            axes, end, top, phase.name, color=plotting.GREY, offset=(-1, -4), rotation=90
         )
+        text.set_fontsize(8)
     plotting.corner(
         axes,
         f"line: {line.slope:.2f} nats per factor e, $R^2$ = {line.r2:.3f}\n"
@@ -226,11 +227,10 @@ def draw_held_out(config: Any, run: Run, stages: list[dict[str, Any]], compresse
         axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=8.5)
     axes.axhline(compressed, color=plotting.VERMILION, linewidth=1.2, linestyle="--")
     axes.annotate(
-        f"gzip -9: {compressed:.2f}",
-        (len(stages) - 0.5, compressed),
-        xytext=(0, 4),
-        textcoords="offset points",
-        ha="right",
+        f"gzip -9\n{compressed:.2f}",
+        (1.01, compressed),
+        xycoords=("axes fraction", "data"),
+        va="center",
         color=plotting.VERMILION,
     )
     axes.set_xticks(

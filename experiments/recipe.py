@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 import jax
 import numpy as np
 
-from c2.config import ConfigError, runtime
-from c2.data.config import DataConfig
+from c2.config import ConfigError, located, runtime
+from c2.data.config import MIN_VOCAB, DataConfig
 from c2.data.prepare import Prepared, prepare
 from c2.data.tokenizer import check_vocab
 from c2.evals.codebase_nll import codebase_nll
@@ -101,7 +101,8 @@ class Config:
             raise ConfigError(f"phases: names {names} must be distinct, and at least one")
         if self.data.tokenizer is None and self.data.vocab_size > self.model.vocab:
             raise ConfigError(
-                f"data.vocab_size: {self.data.vocab_size} exceeds model.vocab = {self.model.vocab}"
+                f"data.vocab_size: {self.data.vocab_size} exceeds model.vocab; legal: {MIN_VOCAB} "
+                f"to {self.model.vocab}"
             )
         if self.bias_update_rate < 0:
             raise ConfigError(
@@ -178,20 +179,23 @@ def get_config(variant: str = "mini") -> Config:
 
 def run(config: Config, run: Run) -> Result:
     """Trains through all phases, then draws and judges what the metrics say."""
-    data = prepare(config.data, run.workdir / "data")
-    check_vocab(data.tokenizer, config.model.vocab)
+    with located("config.data"):
+        data = prepare(config.data, run.workdir / "data")
+    with located("config.model"):
+        check_vocab(data.tokenizer, config.model.vocab)
     mesh = choose_mesh(config.phases)
     optimizer = optimizers.make(config.optimizer, learning_rate(config.phases), spec(config.model))
-    phases = make_phases(
-        config.phases,
-        config.model,
-        data,
-        optimizer,
-        mesh,
-        seed=config.seed,
-        bias_update_rate=config.bias_update_rate,
-        evaluate=lambda model: held_out_evaluation(config, data, model),
-    )
+    with located("config"):
+        phases = make_phases(
+            config.phases,
+            config.model,
+            data,
+            optimizer,
+            mesh,
+            seed=config.seed,
+            bias_update_rate=config.bias_update_rate,
+            evaluate=lambda model: held_out_evaluation(config, data, model),
+        )
     _announce(config, data, mesh.size, run)
     key = jax.random.key(config.seed)
     state = meshes.replicate(init_state(key, config.model, optimizer), mesh)
@@ -224,7 +228,7 @@ def held_out_evaluation(
                 data.tokenizer,
                 log_prob_fn(state.params, model),
                 window=window,
-                stride=max(1, round(window * config.evaluation.stride)),
+                stride=max(1, int(window * config.evaluation.stride)),
                 batch_size=config.evaluation.batch,
             )
             prefix = HELD_OUT.format(window=window)

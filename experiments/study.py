@@ -114,8 +114,8 @@ class Run:
     Attributes:
       workdir: an existing folder for checkpoints, metrics and figures. After an interruption the
         study starts again in the same folder and continues from what it finds there. Bad input
-        (`ConfigError`) should be found before anything is written: then the folder is removed, and
-        the corrected command can use it.
+        (`ConfigError`) should be found before the first line of `metrics.jsonl` and the first
+        checkpoint: then a new folder is removed, and the corrected command can use it.
       console: where progress and messages are printed.
     """
 

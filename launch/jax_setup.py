@@ -43,9 +43,11 @@ def split_cpu() -> None:
 
     Two cores each computing half a batch are faster than two threads inside every operation:
     most operations of a small model are too short to share. Accelerators are not affected. The
-    user's own number (`JAX_NUM_CPU_DEVICES`) has precedence.
+    user's own number (`JAX_NUM_CPU_DEVICES`) has precedence, and so have the devices of a process
+    in which jax already works, such as a notebook.
     """
     import jax
 
     if "JAX_NUM_CPU_DEVICES" not in os.environ:
-        jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
+        with contextlib.suppress(RuntimeError):  # too late
+            jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))

@@ -2,14 +2,15 @@
 
     config.json      study, variant and resolved config; `--config=DIR/config.json` reruns it
     overrides.json   one entry per start: time, command, git revision, versions, machine
-    metrics.jsonl, checkpoints, figures/   written by the study
+    metrics.jsonl, checkpoints/, figures/  written by the study
     report.md        for people
     result.json      for programs; written last, so its presence means that the run is finished
     error.log        traceback of the last failed start
 
 The same command in the same folder resumes. A start whose config differs in a field that belongs to
 the run's identity is refused; a change of `runtime` fields only is accepted and recorded. Every
-file appears complete or not at all.
+file appears complete or not at all. Bad input that shows before there are metrics or checkpoints
+takes a new folder back, with all that was prepared in it.
 """
 
 import contextlib
@@ -18,7 +19,8 @@ import fcntl
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +29,7 @@ from experiments.registry import Study
 
 CONFIG, OVERRIDES, RESULT, REPORT = "config.json", "overrides.json", "result.json", "report.md"
 ERRORS = "error.log"
+METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"  # results, unlike all else a study writes
 _LOCK = ".lock"
 _MOST_CHANGES = 10  # that an error message lists
 
@@ -75,7 +78,7 @@ def check(workdir: Path, study: Study, config: Any) -> Folder:
         with another identity; the message lists the differing keys, old -> new.
     """
     stored_at = workdir / CONFIG
-    if not stored_at.exists():
+    if not os.path.exists(stored_at):  # which, unlike Path.exists, never raises
         _check_unused(workdir)
         return Folder(state="new")
     stored = read_manifest(stored_at)
@@ -102,8 +105,8 @@ def check(workdir: Path, study: Study, config: Any) -> Folder:
 def opened(workdir: Path, study: Study, config: Any, start: Mapping[str, Any]) -> Iterator[Folder]:
     """Holds a run folder for this process alone: creates or resumes it and records the start.
 
-    A new folder whose config turns out to be bad before the study wrote anything is removed again,
-    so that the corrected command finds no old config in its way.
+    A new folder whose config turns out to be bad before the study has results is removed again, so
+    that the corrected command finds no old config in its way.
 
     Args:
       workdir: the folder; it and its parents are created.
@@ -116,6 +119,7 @@ def opened(workdir: Path, study: Study, config: Any, start: Mapping[str, Any]) -
       OSError: if the folder cannot be written.
     """
     check(workdir, study, config)  # before anything is created
+    created = [path for path in (workdir, *workdir.parents) if not os.path.exists(path)]
     try:
         workdir.mkdir(parents=True, exist_ok=True)
     except (PermissionError, FileExistsError, NotADirectoryError) as error:
@@ -128,8 +132,8 @@ def opened(workdir: Path, study: Study, config: Any, start: Mapping[str, Any]) -
             _record(workdir, {**start, "runtime_changes": folder.runtime_changes})
             yield folder
         except ConfigError:
-            if folder.state == "new":
-                _remove_unused(workdir)
+            if folder.state == "new" and not _has_results(workdir):
+                _remove(workdir, created)
             raise
 
 
@@ -194,13 +198,22 @@ def _check_unused(workdir: Path) -> None:
         )
 
 
-def _remove_unused(workdir: Path) -> None:
-    ours = {CONFIG, OVERRIDES, _LOCK}
-    if set(os.listdir(workdir)) <= ours:
-        for name in ours:
-            (workdir / name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # a mount point cannot be removed
-            workdir.rmdir()
+def _has_results(workdir: Path) -> bool:
+    metrics, checkpoints = workdir / METRICS, workdir / CHECKPOINTS
+    lines = metrics.exists() and metrics.stat().st_size > 0
+    return lines or (checkpoints.exists() and any(checkpoints.iterdir()))
+
+
+def _remove(workdir: Path, created: Sequence[Path]) -> None:
+    """Empties a folder that was empty and removes the folders that did not exist before."""
+    for path in workdir.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    for folder in created:
+        with contextlib.suppress(OSError):  # somebody else has put something there
+            folder.rmdir()
 
 
 @contextlib.contextmanager

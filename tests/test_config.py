@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from c2 import config as c2_config
-from c2.config import ConfigError, differences, from_dict, identity, override, runtime, to_dict
+from c2.config import (
+    ConfigError,
+    differences,
+    from_dict,
+    identity,
+    located,
+    override,
+    runtime,
+    to_dict,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -213,6 +222,38 @@ def test_bad_data(data, message):
         from_dict(Config, data)
     assert str(caught.value).startswith(message)
     assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("heads: 3 is odd", "config.model.heads: 3 is odd"),
+        ("heads must be even, got 3", "config.model.heads must be even, got 3"),
+        ("heads.first, hidden: 3, 4", "config.model.heads.first, hidden: 3, 4"),
+        ("head count is odd", "config.model: head count is odd"),
+        ("(3)", "config.model: (3)"),
+    ],
+)
+def test_a_check_that_starts_with_a_key_gets_the_path(message, shown):
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Checked:
+        heads: int = 3
+        hidden: int = 4
+
+        def __post_init__(self):
+            raise ConfigError(message)
+
+    with pytest.raises(ConfigError) as caught:
+        from_dict(Checked, {}, where="config.model")
+    assert str(caught.value) == shown
+
+
+def test_located():
+    with pytest.raises(ConfigError) as caught, located("config"), located("data"):
+        raise ConfigError("sources: is empty")
+    assert str(caught.value) == "config.data.sources: is empty"
+    with pytest.raises(ValueError, match=r"^not ours$"), located("config"):
+        raise ValueError("not ours")
 
 
 def test_where_names_the_source():

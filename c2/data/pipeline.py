@@ -18,17 +18,17 @@ from c2.data.packing import Batch, PackedRows
 def batches(
     rows: PackedRows,
     *,
-    batch_size: int,
+    batch: int,
     seed: int,
     weights: Sequence[float] | None = None,
     shard: int = 0,
     shards: int = 1,
 ) -> grain.IterDataset[Batch]:
-    """An endless dataset of batches, dicts of arrays [batch_size / shards, context].
+    """An endless dataset of batches, dicts of arrays [batch / shards, context].
 
     Each source is shuffled anew every time it has been gone through, and contributes rows, and so
     tokens, in proportion to its weight. Global batch number i consists of the same rows for every
-    number of shards; a shard is a process, and holds `batch_size / shards` of these rows.
+    number of shards; a shard is a process, and holds `batch / shards` of these rows.
 
     `iter()` of the result gives an iterator with `get_state` and `set_state`, which is also a
     checkpointable of Orbax. A restored iterator continues with bitwise the same batches; the state
@@ -36,7 +36,7 @@ def batches(
 
     Args:
       rows: the packed corpus.
-      batch_size: rows in a global batch.
+      batch: rows in a global batch.
       seed: decides about the order.
       weights: the weight of each source of the config, by its index. None: all rows are equally
         frequent, whatever source they are from.
@@ -46,15 +46,16 @@ def batches(
     Raises:
       ConfigError: if the corpus is smaller than one batch.
     """
-    if batch_size < 1 or batch_size % shards:
+    if batch < 1 or batch % shards:
         raise ConfigError(
-            f"batch_size: {batch_size} is not legal; legal: a multiple of the {shards} processes"
+            f"batch: {batch} is not legal; legal: a multiple of the {shards} processes"
         )
-    if len(rows) < batch_size:
+    if len(rows) < batch:
+        left_out = f"; {rows.dropped:,} longer than a row are left out" if rows.dropped else ""
         raise ConfigError(
-            f"sources: {rows.tokens:,} tokens fill only {len(rows):,} rows of {rows.context:,}, "
-            f"fewer than one batch of {batch_size:,} rows ({batch_size * rows.context:,} tokens); "
-            "add sources, or lower the batch size or the context"
+            f"batch: {batch:,} rows of {rows.context:,} tokens, but the documents fill only "
+            f"{len(rows):,} ({rows.tokens:,} tokens{left_out}); legal: no more than they fill, or "
+            "a larger corpus"
         )
     if weights is None:
         spans, shares = [(0, len(rows))], [1.0]
@@ -69,10 +70,10 @@ def batches(
         for (first, last), order_seed in zip(spans, seeds, strict=True)
     ]
     mixed = grain.MapDataset.mix(orders, shares)
-    mine = mixed[shard::shards].map(rows.__getitem__).batch(batch_size // shards)
+    mine = mixed[shard::shards].map(rows.__getitem__).batch(batch // shards)
     # Building a batch takes well under a millisecond, so threads would only add their overhead.
     dataset = mine.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
-    settings = (rows.store.fingerprint, rows.context, len(rows), batch_size, seed, shares)
+    settings = (rows.store.fingerprint, rows.context, len(rows), batch, seed, shares)
     mark = hashlib.blake2b(repr(settings).encode("utf-8"), digest_size=16).hexdigest()
     return _Marked(dataset, mark)
 

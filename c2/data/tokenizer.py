@@ -141,10 +141,10 @@ def load(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raises ConfigError if a model with `vocab_size` embeddings cannot hold the tokenizer."""
-    if vocab_size < tokenizer.vocab_size:
+def check_vocab(tokenizer: Tokenizer, vocab: int) -> None:
+    """Raises ConfigError if a model with `vocab` embeddings cannot hold the tokenizer."""
+    if vocab < tokenizer.vocab_size:
         raise ConfigError(
-            f"model.vocab_size: {vocab_size} is smaller than the tokenizer's "
+            f"vocab: {vocab} is smaller than the tokenizer's "
             f"{tokenizer.vocab_size}; legal: {tokenizer.vocab_size} or more"
         )

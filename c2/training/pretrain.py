@@ -16,7 +16,7 @@ import optax
 from jax.sharding import Mesh
 
 from c2 import models
-from c2.config import ConfigError
+from c2.config import ConfigError, located
 from c2.data.packing import pack
 from c2.data.pipeline import batches
 from c2.data.prepare import Prepared
@@ -116,7 +116,7 @@ def make_phases(
       evaluate: from the phase's model to its evaluation of a state.
 
     Raises:
-      ConfigError: if a phase's data do not fill one batch.
+      ConfigError: if a phase's data do not fill one batch; names the key from `phases` or `data`.
     """
     made = []
     for number, phase in enumerate(phases):
@@ -133,7 +133,7 @@ def make_phases(
                 name=phase.name,
                 steps=phase.steps,
                 step_fn=_placed(step, mesh),
-                make_batches=_batch_factory(phase, data, seed + number),
+                make_batches=_batch_factory(phase, number, data, seed + number),
                 evaluate=evaluate(model),
             )
         )
@@ -144,19 +144,22 @@ def _placed(step: StepFn, mesh: Mesh) -> StepFn:
     return lambda state, batch: step(state, meshes.shard_rows(batch, mesh))
 
 
-def _batch_factory(phase: PhaseConfig, data: Prepared, seed: int):
+def _batch_factory(phase: PhaseConfig, number: int, data: Prepared, seed: int):
     if phase.data == "code":
         rows = pack(data.documents, phase.context)
     else:
-        rows = pack(data.fine_tuning(), phase.context, overlong="drop")
-    dataset = batches(
-        rows,
-        batch_size=phase.batch,
-        seed=seed,
-        weights=data.weights,
-        shard=jax.process_index(),
-        shards=jax.process_count(),
-    )
+        with located("data"):
+            examples = data.fine_tuning()
+        rows = pack(examples, phase.context, overlong="drop")
+    with located(f"phases.{number}"):
+        dataset = batches(
+            rows,
+            batch=phase.batch,
+            seed=seed,
+            weights=data.weights,
+            shard=jax.process_index(),
+            shards=jax.process_count(),
+        )
     return lambda: iter(dataset)
 
 

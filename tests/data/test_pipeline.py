@@ -40,7 +40,7 @@ def numbers(batch):
 
 def order(count, **options):
     """The numbers of the rows in each of the first `count` batches."""
-    arguments = {"rows": ROWS, "batch_size": BATCH, "seed": 0} | options
+    arguments = {"rows": ROWS, "batch": BATCH, "seed": 0} | options
     return [numbers(batch) for batch in take(iter(batches(**arguments)), count)]
 
 
@@ -57,7 +57,7 @@ def assert_same(a, b):
 
 
 def test_batch_holds_the_rows():
-    [batch] = take(iter(batches(ROWS, batch_size=BATCH, seed=0)), 1)
+    [batch] = take(iter(batches(ROWS, batch=BATCH, seed=0)), 1)
     for name, array in batch.items():
         assert array.shape == (BATCH, CONTEXT)
         assert array.dtype == (np.float32 if name == "loss_mask" else np.int32)
@@ -85,7 +85,7 @@ def test_seed_decides_about_the_order():
 @given(st.integers(0, 12), st.integers(0, 9))
 @settings(max_examples=25, deadline=None)
 def test_restored_iterator_continues_bitwise(before, lost):
-    dataset = batches(ROWS, batch_size=BATCH, seed=3)
+    dataset = batches(ROWS, batch=BATCH, seed=3)
     iterator = iter(dataset)
     take(iterator, before)
     state = iterator.get_state()
@@ -93,24 +93,24 @@ def test_restored_iterator_continues_bitwise(before, lost):
     take(iterator, lost)
     iterator.set_state(state)  # back in a used iterator
     assert_same(take(iterator, 10), expected)
-    fresh = iter(batches(ROWS, batch_size=BATCH, seed=3))
+    fresh = iter(batches(ROWS, batch=BATCH, seed=3))
     fresh.set_state(state)
     assert_same(take(fresh, 10), expected)
 
 
 def test_state_is_small_however_far():
-    iterator = iter(batches(ROWS, batch_size=BATCH, seed=0))
+    iterator = iter(batches(ROWS, batch=BATCH, seed=0))
     states = [iterator.get_state() for _ in take(iterator, 50)]
     assert {len(state) for state in states} == {2}
     assert all(isinstance(value, int | str) for value in states[-1].values())
 
 
 def test_orbax_saves_and_restores_it(tmp_path):
-    iterator = iter(batches(ROWS, batch_size=BATCH, seed=0))
+    iterator = iter(batches(ROWS, batch=BATCH, seed=0))
     take(iterator, 5)
     ocp.save_checkpointables(tmp_path / "checkpoint", {"data": iterator})
     expected = take(iterator, 5)
-    fresh = iter(batches(ROWS, batch_size=BATCH, seed=0))
+    fresh = iter(batches(ROWS, batch=BATCH, seed=0))
     ocp.load_checkpointables(tmp_path / "checkpoint", {"data": fresh})
     assert_same(take(fresh, 5), expected)
 
@@ -119,14 +119,14 @@ def test_orbax_saves_and_restores_it(tmp_path):
     "change",
     [
         {"rows": make_rows(COUNT, mark="other documents")},
-        {"batch_size": 2 * BATCH},
+        {"batch": 2 * BATCH},
         {"seed": 1},
         {"rows": make_rows(COUNT - 1, 1), "weights": (2.0, 1.0)},
     ],
 )
 def test_state_of_other_data_is_refused(change):
-    state = iter(batches(ROWS, batch_size=BATCH, seed=0)).get_state()
-    arguments = {"rows": ROWS, "batch_size": BATCH, "seed": 0} | change
+    state = iter(batches(ROWS, batch=BATCH, seed=0)).get_state()
+    arguments = {"rows": ROWS, "batch": BATCH, "seed": 0} | change
     with pytest.raises(ConfigError, match=r"^sources: the data have changed since"):
         iter(batches(**arguments)).set_state(state)
     with pytest.raises(ConfigError, match="the data have changed"):
@@ -143,10 +143,10 @@ def test_shards_partition_every_global_batch(shards):
 
 
 def test_state_does_not_depend_on_the_number_of_shards():
-    iterator = iter(batches(ROWS, batch_size=BATCH, seed=0))
+    iterator = iter(batches(ROWS, batch=BATCH, seed=0))
     take(iterator, 7)
     state, expected = iterator.get_state(), numbers(next(iterator))
-    shards = [iter(batches(ROWS, batch_size=BATCH, seed=0, shard=i, shards=2)) for i in range(2)]
+    shards = [iter(batches(ROWS, batch=BATCH, seed=0, shard=i, shards=2)) for i in range(2)]
     for shard in shards:
         shard.set_state(state)
     assert sorted(flat(numbers(next(shard)) for shard in shards)) == sorted(expected)
@@ -174,12 +174,12 @@ def test_source_without_documents_does_not_count():
 
 
 def test_corpus_smaller_than_a_batch():
-    message = r"^sources: 2,000 tokens fill only 250 rows of 8, .* 251 rows \(2,008 tokens\); add"
+    message = r"^batch: 251 rows of 8 tokens, but the documents fill only 250 \(2,000 tokens\)"
     with pytest.raises(ConfigError, match=message):
-        batches(ROWS, batch_size=251, seed=0)
+        batches(ROWS, batch=251, seed=0)
 
 
-@pytest.mark.parametrize("batch_size, shards", [(0, 1), (4, 3)])
-def test_illegal_batch_size(batch_size, shards):
-    with pytest.raises(ConfigError, match=f"^batch_size: {batch_size} is not legal"):
-        batches(ROWS, batch_size=batch_size, seed=0, shards=shards)
+@pytest.mark.parametrize("batch, shards", [(0, 1), (4, 3)])
+def test_illegal_batch(batch, shards):
+    with pytest.raises(ConfigError, match=f"^batch: {batch} is not legal"):
+        batches(ROWS, batch=batch, seed=0, shards=shards)

@@ -124,7 +124,7 @@ def test_lossy_tokenizer_is_refused(tmp_path, normalizer):
 
 def test_model_must_hold_the_tokenizer():
     check_vocab(TRAINED, 600)
-    with pytest.raises(ConfigError, match=r"^model.vocab_size: 599 is smaller .* 600; legal: 600"):
+    with pytest.raises(ConfigError, match=r"^vocab: 599 is smaller .* 600; legal: 600"):
         check_vocab(TRAINED, 599)
 
 

@@ -132,23 +132,51 @@ def test_folder_of_a_start_killed_before_its_first_file_can_be_used(tmp_path):
     assert start(tmp_path).state == "new"
 
 
-def test_bad_input_found_late_leaves_nothing_unless_the_study_wrote(tmp_path):
-    def fail(workdir, *, writes):
-        with (
-            pytest.raises(ConfigError, match="empty corpus"),
-            run_dir.opened(workdir, study(), Config(), {}),
-        ):
-            if writes:
-                (workdir / "tokenizer.json").touch()
-            raise ConfigError("empty corpus")
+def fail_late(workdir, prepared=(), error=ConfigError):
+    """A start that finds bad input after it has written some files."""
+    with pytest.raises(error, match="empty"), run_dir.opened(workdir, study(), Config(), {}):
+        for name, text in dict(prepared).items():
+            (workdir / name).parent.mkdir(parents=True, exist_ok=True)
+            (workdir / name).write_text(text)
+        raise error("corpus is empty")
 
-    fail(tmp_path / "a", writes=False)
-    assert not (tmp_path / "a").exists()
-    fail(tmp_path / "b", writes=True)
-    assert (tmp_path / "b" / "config.json").exists()
-    start(tmp_path / "c")
-    fail(tmp_path / "c", writes=False)
-    assert (tmp_path / "c" / "config.json").exists()
+
+def test_bad_input_found_late_takes_a_new_folder_back(tmp_path):
+    prepared = {"data/documents.npz": "1", "metrics.jsonl": "", "tensorboard/events": "1"}
+    fail_late(tmp_path / "runs" / "a", prepared)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "mine").mkdir()
+    fail_late(tmp_path / "mine", prepared)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
+    (tmp_path / "runs" / "other").mkdir(parents=True)
+    fail_late(tmp_path / "runs" / "a")
+    assert os.listdir(tmp_path / "runs") == ["other"]
+
+
+@pytest.mark.parametrize("result", [{"metrics.jsonl": "{}\n"}, {"checkpoints/00000002/x": ""}])
+def test_bad_input_found_late_leaves_results_alone(tmp_path, result):
+    fail_late(tmp_path / "a", result)
+    assert {"config.json", *(Path(name).name for name in result)} <= set(content(tmp_path / "a"))
+
+
+def test_only_bad_input_in_a_new_folder_removes_it(tmp_path):
+    fail_late(tmp_path / "failed", error=RuntimeError)
+    start(tmp_path / "old")
+    fail_late(tmp_path / "old")
+    for name in ("failed", "old"):
+        assert (tmp_path / name / "config.json").exists()
+
+
+def test_a_link_in_a_folder_is_removed_but_not_what_it_leads_to(tmp_path):
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "a.py").touch()
+    with (
+        pytest.raises(ConfigError, match="bad"),
+        run_dir.opened(tmp_path / "w", study(), Config(), {}),
+    ):
+        (tmp_path / "w" / "data").symlink_to(tmp_path / "corpus")
+        raise ConfigError("bad")
+    assert list(content(tmp_path)) == ["a.py"]
 
 
 def test_second_process_is_refused_until_the_first_is_killed(tmp_path):

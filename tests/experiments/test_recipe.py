@@ -1,0 +1,182 @@
+"""One small run of the whole recipe through the launcher, and what can be done with its folder."""
+
+import json
+import shutil
+
+import jax
+import matplotlib.image
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from c2.training.checkpoint import Checkpoints
+from c2.training.metrics import read_columns, read_rows
+from launch.main import run_main
+
+STEPS = 16
+
+
+def launch(*words):
+    return run_main(["launch/main.py", *map(str, words)])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_device_and_a_compilation_cache(tmp_path_factory):
+    """What the launcher would set up, without traces in the home folder or in later tests."""
+    before = jax.config.jax_compilation_cache_dir
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("C2_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("JAX_NUM_CPU_DEVICES", str(jax.device_count()))
+        yield
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_json, tmp_path_factory):
+    """The folder of a finished run; not to be changed."""
+    workdir = tmp_path_factory.mktemp("recipe") / "run"
+    assert launch(f"--config={tiny_json}", f"--workdir={workdir}") == 0
+    return workdir
+
+
+@pytest.fixture
+def unfinished(finished, tmp_path):
+    """A copy of the folder, as if the run had been killed before its result was written."""
+    workdir = tmp_path / "copy"
+    shutil.copytree(finished, workdir)
+    for name in ("result.json", "report.md"):
+        (workdir / name).unlink()
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def result(finished):
+    return json.loads((finished / "result.json").read_text(), parse_constant=pytest.fail)
+
+
+def content(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def lines_without_speed(workdir):
+    return [row | {"tokens_per_second": None} for row in read_rows(workdir / "metrics.jsonl")]
+
+
+def test_held_out_loss_falls(result):
+    (stages,) = (rows for title, rows in result["tables"].items() if "Held-out" in title)
+    assert [row["after"] for row in stages] == ["start", "main", "fine_tuning"]
+    for window in ("window 32", "window 128"):
+        start, main, _ = (row[window] for row in stages)
+        assert 4.5 < start < 5  # 9 bits per token of a vocabulary of 512, two bytes per token
+        assert main < start - 0.1
+    assert result["metrics"]["held_out/bits_per_byte"] == stages[-1]["window 32"]
+
+
+def test_claims_are_judged(result):
+    assert len(result["claims"]) == 4
+    verdicts = {claim["statement"]: claim["verdict"] for claim in result["claims"]}
+    (gzip,) = (verdict for statement, verdict in verdicts.items() if "gzip" in statement)
+    assert gzip == "not shown"  # a dozen steps can't reach it
+
+
+def test_figures_show_something(finished, result):
+    paths = [figure["path"] for figure in result["figures"]]
+    assert paths == ["figures/loss.png", "figures/held_out.png", "figures/expert_load.png"]
+    for path in paths:
+        image = matplotlib.image.imread(finished / path)  # [row, column, rgba]
+        assert min(image.shape[:2]) > 400
+        assert len(np.unique(image.reshape(-1, image.shape[2]), axis=0)) > 100
+        drawn = (image[..., :3] < 0.9).any(-1)
+        assert 0.01 < drawn.mean() < 0.6
+
+
+def test_report_mentions_everything(finished, result):
+    report = (finished / "report.md").read_text()
+    for figure in result["figures"]:
+        assert f"]({figure['path']})" in report
+    for claim in result["claims"]:
+        assert claim["statement"] in report
+    for title in result["tables"]:
+        assert f"## {title}" in report
+    assert "| stdlib:email | PSF-2.0 |" in report
+    assert "nan" not in report
+
+
+def test_every_step_of_every_phase_is_logged(finished):
+    rows = read_rows(finished / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    phases = [row["phase"] for row in rows[1:]]
+    assert phases == ["main"] * 12 + ["fine_tuning"] * 4
+    assert [row["step"] for row in rows if "held_out_32/nats" in row] == [0, 3, 6, 9, 12, 15, 16]
+    assert [row["step"] for row in rows if "held_out_128/nats" in row] == [0, 12, 16]
+    assert list(finished.glob("tensorboard/events*"))
+
+
+def test_tokens_are_accounted_for(finished, result):
+    columns = read_columns(finished / "metrics.jsonl")
+    tokens, targets, total = (
+        columns[name][1] for name in ("tokens", "target_tokens", "total_tokens")
+    )
+    np.testing.assert_array_equal(total, np.cumsum(tokens))
+    sizes = np.repeat([4 * 32, 4 * 128], [12, 4])
+    assert (tokens <= sizes).all()
+    assert (tokens > sizes / 2).all()
+    assert (targets < tokens).all()
+    # Fine-tuning learns solutions only.
+    assert (targets[:12] > 0.9 * tokens[:12]).all()
+    assert (targets[12:] < 0.9 * tokens[12:]).all()
+    # Every token is sent to two experts.
+    load = columns["expert_load"][1]  # [step, moe_layer, expert]
+    np.testing.assert_array_equal(load.sum(-1)[:, 0], 2 * tokens)
+    assert [row["tokens"] for row in result["tables"]["Phases"]] == [
+        tokens[:12].sum(),
+        tokens[12:].sum(),
+    ]
+
+
+def test_a_finished_run_is_shown_again(finished, tiny_json, capsys):
+    before = content(finished)
+    for config in (tiny_json, finished / "config.json"):
+        assert launch(f"--config={config}", f"--workdir={finished}") == 0
+        printed = capsys.readouterr()
+        assert "already finished" in printed.out
+        assert "not shown" in printed.out
+        assert printed.err == ""
+    assert content(finished) == before
+
+
+def test_a_saved_config_gives_the_same_run_again(finished, tmp_path):
+    assert launch(f"--config={finished}/config.json", f"--workdir={tmp_path}/again") == 0
+    assert lines_without_speed(tmp_path / "again") == lines_without_speed(finished)
+
+
+def test_a_torn_checkpoint_is_skipped_with_a_warning(finished, unfinished, tiny_json, caplog):
+    torn = unfinished / "checkpoints" / "00000016"
+    largest = max(torn.rglob("*"), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-1])
+    assert launch(f"--config={tiny_json}", f"--workdir={unfinished}") == 0
+    (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert "checkpoint skipped" in warning.getMessage()
+    assert "00000016" in warning.getMessage()
+    assert lines_without_speed(unfinished) == lines_without_speed(finished)
+    assert Checkpoints(unfinished / "checkpoints").latest() == STEPS
+
+
+def test_a_foreign_checkpoint_is_refused(unfinished, tiny_recipe, tiny_json, save_config, capsys):
+    save_config(tiny_recipe, unfinished / "config.json")
+    before = content(unfinished)
+    wider = "--config.model.hidden=24"
+    assert launch(f"--config={tiny_json}", f"--workdir={unfinished}", wider) == 2
+    capsys.readouterr()
+    assert content(unfinished) == before
+    config = json.loads((unfinished / "config.json").read_text())
+    config["config"]["model"]["hidden"] = 24
+    (unfinished / "config.json").write_text(json.dumps(config))
+    assert launch(f"--config={tiny_json}", f"--workdir={unfinished}", wider) == 2
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert "00000016: belongs to another run: " in printed
+    assert "[512,16] in the checkpoint but" in printed
+    for path in ("metrics.jsonl", "config.json"):
+        assert (unfinished / path).exists()

@@ -1,0 +1,157 @@
+"""The router against a worked example and a loop over tokens, experts and groups."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from c2.models import MoEConfig, moe
+from c2.models.layers import MLP
+from c2.models.moe import NO_TOKEN, OWN_ROUTE
+
+FAST_COMPILE = {"xla_backend_optimization_level": 0}  # these programs run a few times
+LOGITS = np.float32([[0.2, -1, 1.5, 0.7, -0.3, 2, -2, 0]])
+BIAS = np.float32([0, 0.5, -0.2, 0, 0.3, -0.4, 0, 0.1])
+TOP3 = MoEConfig(experts=8, top_k=3, intermediate=4, scale=2.5)
+
+
+def test_worked_example():
+    scores = jax.nn.sigmoid(LOGITS)
+    np.testing.assert_allclose(
+        scores[0],
+        [0.549834, 0.268941, 0.817574, 0.668188, 0.425557, 0.880797, 0.119203, 0.5],
+        atol=5e-7,
+    )
+    chosen = moe.select(scores, BIAS, TOP3)
+    assert chosen.tolist() == [[1, 4, 3]] and chosen.dtype == jnp.int32
+    assert moe.select(scores, jnp.zeros(8), TOP3).tolist() == [[5, 2, 3]]
+    # the bias chose, the unbiased scores weigh
+    weights = moe.gate(scores, chosen, TOP3)
+    np.testing.assert_allclose(weights[0], [0.493403, 0.780732, 1.225865], atol=5e-7)
+    raw = moe.gate(scores, chosen, replace(TOP3, norm_top_k=False, scale=1.0))
+    np.testing.assert_array_equal(raw[0], scores[0, chosen[0]])
+
+
+def test_ties_go_to_the_lower_expert():
+    scores = jnp.float32([[0.5, 0.25, 0.5, 0.5, 0.25, 0.5, 0.25, 0.25]])
+    assert moe.select(scores, jnp.zeros(8), TOP3).tolist() == [[0, 2, 3]]
+    top4 = replace(TOP3, top_k=4)
+    assert moe.select(scores, jnp.zeros(8), top4).tolist() == [[0, 2, 3, 5]]
+    # the groups' sums are .75, 1, .75, .5: group 1 is open, and of 0 and 2 the lower
+    grouped = replace(top4, groups=4, top_groups=2)
+    assert moe.select(scores, jnp.zeros(8), grouped).tolist() == [[0, 2, 3, 1]]
+
+
+def select_by_loops(scores, bias, m):
+    chosen = []
+    for row in scores.astype(np.float64):
+        choice = {e: row[e] + float(bias[e]) for e in range(m.experts)}
+        size = m.experts // m.groups
+        groups = [range(g * size, (g + 1) * size) for g in range(m.groups)]
+        best = sorted(groups, key=lambda g: -sum(sorted(choice[e] for e in g)[-2:]))
+        eligible = [e for g in best[: m.top_groups] for e in g]
+        chosen.append(sorted(eligible, key=lambda e: -choice[e])[: m.top_k])
+    return chosen
+
+
+# With every biased score below 0, filling closed groups with 0 would open them.
+@pytest.mark.parametrize("shift", [0.0, -1.5, 2.0])
+@pytest.mark.parametrize("groups", [(4, 2), (4, 1), (2, 1), (1, 1)])
+def test_group_limited_selection(groups, shift):
+    m = MoEConfig(experts=16, top_k=4, intermediate=4, groups=groups[0], top_groups=groups[1])
+    rng = np.random.default_rng(sum(groups))
+    scores = rng.uniform(size=(200, 16)).astype(np.float32)
+    bias = (shift + rng.normal(size=16) * 0.3).astype(np.float32)
+    assert moe.select(scores, bias, m).tolist() == select_by_loops(scores, bias, m)
+
+
+def test_load_counts_assignments_of_real_experts_only():
+    routes = jnp.int32([[[0, 2], [2, 1], [NO_TOKEN, NO_TOKEN]], [[2, 0], [OWN_ROUTE, 5], [4, 4]]])
+    assert moe.expert_load(routes, 6).tolist() == [2, 1, 3, 0, 2, 1]
+
+
+@pytest.fixture(scope="module")
+def block(tiny_config):
+    """One block's parameters, activations [2, 5, embed] and padding at the end of a row."""
+    rng = np.random.default_rng(1)
+    m, embed = tiny_config.moe, tiny_config.hidden
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape) * shape[0] ** -0.5, jnp.float32)
+
+    params = moe.MoE(
+        router=normal(embed, m.experts),
+        bias=jnp.asarray(rng.uniform(-1.6, -1.2, m.experts), jnp.float32),
+        gate_up=normal(m.experts, embed, 2, m.intermediate),
+        down=normal(m.experts, m.intermediate, embed),
+        shared=MLP(gate_up=normal(embed, 2, 16), down=normal(16, embed)),
+    )
+    x = jnp.asarray(rng.normal(size=(2, 5, embed)), jnp.float32)
+    real = jnp.asarray([[True] * 5, [True] * 3 + [False] * 2])
+    return params, x, real
+
+
+@pytest.fixture(scope="module")
+def run_block(block, tiny_config):
+    """Compiled once: routes [2, 5, top_k] -> output and used routes."""
+    params, x, real = block
+    return jax.jit(
+        lambda routes: moe.moe(x, params, real, routes, tiny_config),
+        compiler_options=FAST_COMPILE,
+    )
+
+
+def swiglu(x, gate_up, down):
+    gate, up = (np.asarray(x, np.float64) @ np.asarray(gate_up[:, i], np.float64) for i in (0, 1))
+    return gate / (1 + np.exp(-gate)) * up @ np.asarray(down, np.float64)
+
+
+def test_padding_passes_through_the_shared_expert_only(block, run_block, tiny_config):
+    params, x, real = block
+    top_k = tiny_config.moe.top_k
+    out, routes = run_block(np.full((2, 5, top_k), OWN_ROUTE))
+    routes = np.asarray(routes)
+    assert (routes[~real] == NO_TOKEN).all() and (routes[real] >= 0).all()
+    assert moe.expert_load(routes, tiny_config.moe.experts).sum() == real.sum() * top_k
+    shared = swiglu(x, params.shared.gate_up, params.shared.down)
+    np.testing.assert_allclose(out[~real], shared[~real], atol=1e-6)
+    assert (np.abs(out[real] - shared[real]).max(-1) > 1e-2).all()
+
+
+def test_replayed_routes_are_used_and_weighed_by_live_scores(block, run_block, tiny_config):
+    params, x, real = block
+    m = tiny_config.moe
+    own = np.asarray(run_block(np.full((2, 5, m.top_k), OWN_ROUTE))[1])
+    given = (own + 1) % m.experts
+    given[0, 1] = OWN_ROUTE
+    out, used = run_block(given)
+    expected = given.copy()
+    expected[0, 1] = own[0, 1]
+    expected[~real] = NO_TOKEN
+    np.testing.assert_array_equal(used, expected)
+
+    token, experts = np.asarray(x[1, 0], np.float64), given[1, 0]
+    scores = 1 / (1 + np.exp(-(token @ np.asarray(params.router, np.float64))))
+    weights = scores[experts] / scores[experts].sum() * m.scale
+    total = swiglu(token, params.shared.gate_up, params.shared.down)
+    for weight, expert in zip(weights, experts, strict=True):
+        total = total + weight * swiglu(token, params.gate_up[expert], params.down[expert])
+    np.testing.assert_allclose(out[1, 0], total, atol=2e-6)
+
+
+def test_gradient_reaches_the_router_and_not_the_bias(block, tiny_config):
+    params, x, real = block
+
+    def loss(p):
+        return (moe.moe(x, p, real, None, tiny_config)[0] ** 2).sum()
+
+    loss_and_grad = jax.jit(jax.value_and_grad(loss), compiler_options=FAST_COMPILE)
+    grads = loss_and_grad(params)[1]
+    assert (grads.bias == 0).all()
+    assert (grads.gate_up != 0).any() and (grads.down != 0).any()
+    step = 1e-2 * grads.router / jnp.linalg.norm(grads.router)
+    moved = [params.replace(router=params.router + s) for s in (step, -step)]
+    ahead, behind = (loss_and_grad(p)[0] for p in moved)
+    np.testing.assert_allclose((ahead - behind) / 2, jnp.vdot(grads.router, step), rtol=1e-3)

@@ -84,7 +84,7 @@ def make(
     Tensors that are not trainable get neither update nor moments. Weight decay spares vectors
     (norm scales); the stacked "layer" axis does not make a matrix of a vector.
     """
-    decayed = jax.tree.map(lambda spec: len(set(spec.axes) - {"layer"}) >= 2, specs)
+    decayed = jax.tree.map(lambda spec: sum(axis != "layer" for axis in spec.axes) >= 2, specs)
     adamw = optax.chain(
         optax.clip_by_global_norm(cfg.clip_norm),
         optax.adamw(

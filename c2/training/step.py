@@ -140,7 +140,7 @@ def make_train_step(
         params = balance_routers(params, load, bias_update_rate)
         metrics = {
             "loss": loss / denominator,
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": optax.tree.norm(grads),
             "target_tokens": targets,
             "tokens": (batch["segment_ids"] > 0).sum(),
             "load_imbalance": (load.max(-1) / jnp.maximum(load.mean(-1), 1.0)).max(initial=1.0),

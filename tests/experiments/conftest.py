@@ -15,9 +15,11 @@ from launch import run_dir
 
 @pytest.fixture(scope="session")
 def tiny_recipe() -> recipe.Config:
-    """Two phases of the recipe, the second with YaRN and on fine-tuning data."""
+    """Two phases of the recipe. They are of one shape, so one program serves both."""
     config = recipe.get_config("smoke")
     main, _, tuning = config.phases
+    size = {"context": 128, "batch": 4, "yarn": None}
+    rate = replace(main.learning_rate, peak=1e-2)
     return replace(
         config,
         model=replace(
@@ -31,20 +33,8 @@ def tiny_recipe() -> recipe.Config:
         ),
         data=DataConfig(sources=(Source(path="stdlib:email"),), held_out="json", vocab_size=512),
         phases=(
-            replace(
-                main,
-                steps=12,
-                context=32,
-                batch=4,
-                learning_rate=replace(main.learning_rate, peak=1e-2),
-            ),
-            replace(
-                tuning,
-                steps=4,
-                context=128,
-                batch=4,
-                yarn=replace(tuning.yarn, original_context=32),
-            ),
+            replace(main, steps=12, learning_rate=rate, **size),
+            replace(tuning, steps=4, **size),
         ),
         evaluation=EvaluationConfig(windows=(32, 128), batch=32),
         loop=LoopConfig(log_every=1, eval_every=3, checkpoint_every=5),

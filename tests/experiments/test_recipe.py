@@ -86,7 +86,7 @@ def test_figures_show_something(finished, result):
     for path in paths:
         image = matplotlib.image.imread(finished / path)  # [row, column, rgba]
         assert min(image.shape[:2]) > 400
-        assert len(np.unique(image.reshape(-1, image.shape[2]), axis=0)) > 100
+        assert len(np.unique(image[..., :3] @ [1, 256, 65536])) > 100  # colours
         drawn = (image[..., :3] < 0.9).any(-1)
         assert 0.01 < drawn.mean() < 0.6
 
@@ -119,9 +119,9 @@ def test_tokens_are_accounted_for(finished, result):
         columns[name][1] for name in ("tokens", "target_tokens", "total_tokens")
     )
     np.testing.assert_array_equal(total, np.cumsum(tokens))
-    sizes = np.repeat([4 * 32, 4 * 128], [12, 4])
-    assert (tokens <= sizes).all()
-    assert (tokens > sizes / 2).all()
+    size = 4 * 128
+    assert (tokens <= size).all()
+    assert (tokens[:12] > 0.95 * size).all()  # long documents leave hardly any padding
     assert (targets < tokens).all()
     # Fine-tuning learns solutions only.
     assert (targets[:12] > 0.9 * tokens[:12]).all()
@@ -146,16 +146,12 @@ def test_a_finished_run_is_shown_again(finished, tiny_json, capsys):
     assert content(finished) == before
 
 
-def test_a_saved_config_gives_the_same_run_again(finished, tmp_path):
-    assert launch(f"--config={finished}/config.json", f"--workdir={tmp_path}/again") == 0
-    assert lines_without_speed(tmp_path / "again") == lines_without_speed(finished)
-
-
-def test_a_torn_checkpoint_is_skipped_with_a_warning(finished, unfinished, tiny_json, caplog):
+def test_a_torn_checkpoint_is_skipped_with_a_warning(finished, unfinished, caplog):
+    """The saved config resumes the run, from the checkpoint before, to the same end."""
     torn = unfinished / "checkpoints" / "00000016"
     largest = max(torn.rglob("*"), key=lambda path: path.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-1])
-    assert launch(f"--config={tiny_json}", f"--workdir={unfinished}") == 0
+    assert launch(f"--config={unfinished}/config.json", f"--workdir={unfinished}") == 0
     (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
     assert "checkpoint skipped" in warning.getMessage()
     assert "00000016" in warning.getMessage()
@@ -163,20 +159,20 @@ def test_a_torn_checkpoint_is_skipped_with_a_warning(finished, unfinished, tiny_
     assert Checkpoints(unfinished / "checkpoints").latest() == STEPS
 
 
-def test_a_foreign_checkpoint_is_refused(unfinished, tiny_recipe, tiny_json, save_config, capsys):
-    save_config(tiny_recipe, unfinished / "config.json")
+def test_a_foreign_checkpoint_is_refused(unfinished, tiny_json, capsys):
+    """A run of one model finds the checkpoints of another in its folder."""
+    other = (f"--config={tiny_json}", f"--workdir={unfinished}", "--config.model.vocab=520")
     before = content(unfinished)
-    wider = "--config.model.hidden=24"
-    assert launch(f"--config={tiny_json}", f"--workdir={unfinished}", wider) == 2
-    capsys.readouterr()
+    assert launch(*other) == 2
+    assert "model.vocab: 512 -> 520; choose another --workdir" in capsys.readouterr().err
     assert content(unfinished) == before
-    config = json.loads((unfinished / "config.json").read_text())
-    config["config"]["model"]["hidden"] = 24
-    (unfinished / "config.json").write_text(json.dumps(config))
-    assert launch(f"--config={tiny_json}", f"--workdir={unfinished}", wider) == 2
+    stored = json.loads((unfinished / "config.json").read_text())
+    stored["config"]["model"]["vocab"] = 520
+    (unfinished / "config.json").write_text(json.dumps(stored))
+    before = content(unfinished)
+    assert launch(*other) == 2
     printed = capsys.readouterr().err
     assert printed.count("\n") == 1
-    assert "00000016: belongs to another run: " in printed
-    assert "[512,16] in the checkpoint but" in printed
-    for path in ("metrics.jsonl", "config.json"):
-        assert (unfinished / path).exists()
+    assert "00000016: belongs to another run: .params.embed is float32[512,16] in the" in printed
+    del before[unfinished / "overrides.json"]  # has one more start
+    assert content(unfinished).items() >= before.items()

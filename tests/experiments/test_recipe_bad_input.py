@@ -2,9 +2,6 @@
 
 import errno
 import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -160,47 +157,3 @@ def test_a_corrected_command_can_use_the_same_workdir(refused, tmp_path, tiny_js
     assert "config.phases.0.batch" in refused("--workdir=w", "--config.phases.0.batch=100000")
     assert run_main(["main", f"--config={tiny_json}", "--workdir=w", "--dry_run"]) == 0
     assert "(new run)" in capsys.readouterr().out
-
-
-SMALL_DISK = """
-mount -t tmpfs -o size={size} tmpfs {disk} || exit
-{command}
-status=$?
-find {disk} -type f > {listing}
-exit $status
-"""
-
-
-@pytest.fixture
-def on_a_small_disk(tmp_path, tiny_json):
-    """Runs the recipe in a workdir on a file system of a given size, mounted for it alone."""
-    if not shutil.which("unshare"):
-        pytest.skip("needs unshare")
-
-    def run(size):
-        disk, listing = tmp_path / "disk", tmp_path / "listing"
-        disk.mkdir(exist_ok=True)
-        command = f"{sys.executable} -m launch.main --config={tiny_json} --workdir={disk}/w"
-        script = SMALL_DISK.format(size=size, disk=disk, command=command, listing=listing)
-        done = subprocess.run(
-            ["unshare", "-Urm", "sh", "-c", script],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=ROOT,
-            env={**os.environ, "C2_CACHE_DIR": str(tmp_path / "cache")},
-        )
-        if not listing.exists():
-            pytest.skip(f"cannot mount a file system here: {done.stderr.strip()}")
-        return done, listing.read_text().split()
-
-    return run
-
-
-def test_a_disk_full_of_data(on_a_small_disk):
-    done, files = on_a_small_disk("64k")
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: No space left on device")
-    assert done.stderr.count("\n") == 1
-    names = {Path(file).name for file in files}
-    assert names <= {".lock", "config.json", "overrides.json", "tokenizer.json", "tokenizer.stamp"}

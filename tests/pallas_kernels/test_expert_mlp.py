@@ -10,6 +10,7 @@ import pytest
 from pallas_kernels.expert_mlp import expert_mlp, reference
 from pallas_kernels.expert_mlp.xla import plan
 
+FAST_COMPILE = {"xla_backend_optimization_level": 0}  # these programs run a few times
 TOKENS, EXPERTS, EMBED, FFW = 90, 6, 12, 10
 
 
@@ -55,7 +56,7 @@ def both(request):
             gradients, out = jax.grad(scalar, argnums=(0, 1, 2, 3), has_aux=True)(*args)
             return out, *gradients
 
-        return jax.jit(run)
+        return jax.jit(run, compiler_options=FAST_COMPILE)
 
     return request.param, compiled(expert_mlp), compiled(reference.expert_mlp)
 
@@ -95,7 +96,8 @@ def test_bf16_errs_by_roundings_only():
         return (f(x, routes, weights, *matrices).astype(jnp.float32) ** 2).sum()
 
     def gradients(f, args):
-        return jax.jit(jax.grad(partial(squares, f), argnums=(0, 1, 2, 3)))(*args)
+        grads = jax.grad(partial(squares, f), argnums=(0, 1, 2, 3))
+        return jax.jit(grads, compiler_options=FAST_COMPILE)(*args)
 
     exact_args = [jnp.asarray(a, jnp.bfloat16).astype(jnp.float32) for a in args]
     exact_args[1] = weights

@@ -1,9 +1,9 @@
 """Live parity with Hugging Face transformers' DeepSeek-V3, of which Kimi K2 and K2.5 are cases.
 
-Needs the extra `parity`. Tolerances sit between rounding (some 5e-6 at a logit spread of 1) and the
-smallest mutation that must be caught, another epsilon in the latent norms (2.4e-5). For the same
-reason nothing is left neutral: norm scales and biases are random, biases below -1, and the tiny YaRN
-bends most frequencies.
+Needs the extra `parity`. The tolerance sits between rounding (some 5e-6 at a logit spread of 1)
+and the smallest mutation that must be caught, another epsilon in the latent norms (2.4e-5). For
+the same reason nothing is left neutral: norm scales and biases are random, biases below -1, and
+the tiny YaRN bends most frequencies.
 """
 
 from dataclasses import replace
@@ -25,7 +25,6 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.parity
 
-FAST_COMPILE = {"xla_backend_optimization_level": 0}  # these programs run once
 K2 = ModelConfig(
     vocab=83,
     hidden=48,
@@ -43,7 +42,6 @@ K25 = replace(
 )
 V3 = replace(
     K2,
-    layers=3,
     moe=MoEConfig(experts=16, top_k=3, intermediate=16, groups=4, top_groups=2, scale=2.5),
     rope=RopeConfig(theta=100.0, yarn=YarnConfig(factor=40.0, original_context=16)),
 )
@@ -167,31 +165,52 @@ def to_params(state: dict[str, np.ndarray], cfg: ModelConfig) -> Params:
     return jax.tree.map(jnp.asarray, params)
 
 
-@pytest.mark.parametrize("cfg", [K2, K25, V3], ids=["k2", "k25", "v3"])
-def test_logits_and_gradients_equal_theirs(cfg):
-    theirs = their_model(cfg, seed=3)
-    tokens = np.random.default_rng(0).integers(cfg.vocab, size=(2, 60))
-    their_logits = theirs(torch.from_numpy(tokens), use_cache=False).logits
-    their_loss = torch.nn.functional.cross_entropy(
-        their_logits[:, :-1].flatten(0, 1), torch.from_numpy(tokens)[:, 1:].flatten()
+def compiled(f):
+    return jax.jit(f, compiler_options={"xla_backend_optimization_level": 0})  # it runs once
+
+
+def their_logits(model, tokens):
+    return model(torch.from_numpy(tokens), use_cache=False).logits
+
+
+def arrays(model):
+    return {name: weight.detach().numpy() for name, weight in model.state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return np.random.default_rng(0).integers(K2.vocab, size=(2, 60))
+
+
+def test_logits_of_k2_equal_theirs(tokens):
+    model = their_model(K2, seed=3)
+    logits = compiled(lambda p: models.forward(p, tokens, K2).logits)(to_params(arrays(model), K2))
+    with torch.no_grad():
+        np.testing.assert_allclose(logits, their_logits(model, tokens), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("cfg", [K25, V3], ids=["k25", "v3"])
+def test_logits_and_gradients_equal_theirs(cfg, tokens):
+    model = their_model(cfg, seed=3)
+    exact_logits = their_logits(model, tokens)
+    exact_loss = torch.nn.functional.cross_entropy(
+        exact_logits[:, :-1].flatten(0, 1), torch.from_numpy(tokens)[:, 1:].flatten()
     )
-    their_loss.backward()
-    state = {name: weight.detach().numpy() for name, weight in theirs.state_dict().items()}
-    gradients = {name: np.zeros_like(weight) for name, weight in state.items()}
-    gradients |= {name: weight.grad.numpy() for name, weight in theirs.named_parameters()}
+    exact_loss.backward()
+    gradients = {name: np.zeros_like(weight) for name, weight in arrays(model).items()}
+    gradients |= {name: weight.grad.numpy() for name, weight in model.named_parameters()}
 
     def loss_and_logits(p):
         logits = models.forward(p, tokens, cfg).logits
         return -token_log_probs(logits[:, :-1], tokens[:, 1:]).mean(), logits
 
-    run = jax.jit(jax.value_and_grad(loss_and_logits, has_aux=True), compiler_options=FAST_COMPILE)
-    (loss, logits), grads = run(to_params(state, cfg))
-    np.testing.assert_allclose(logits, their_logits.detach().numpy(), atol=1e-5, rtol=0)
-    np.testing.assert_allclose(loss, their_loss.item(), rtol=1e-6)
-    expected = jax.tree.leaves(to_params(gradients, cfg))
-    for (path, ours), exact in zip(
-        jax.tree_util.tree_leaves_with_path(grads), expected, strict=True
+    run = compiled(jax.value_and_grad(loss_and_logits, has_aux=True))
+    (loss, logits), grads = run(to_params(arrays(model), cfg))
+    np.testing.assert_allclose(logits, exact_logits.detach().numpy(), atol=1e-5, rtol=0)
+    np.testing.assert_allclose(loss, exact_loss.item(), rtol=1e-6)
+    exact_grads = jax.tree.leaves(to_params(gradients, cfg))
+    for (path, grad), exact in zip(
+        jax.tree_util.tree_leaves_with_path(grads), exact_grads, strict=True
     ):
-        np.testing.assert_allclose(
-            ours, exact, atol=1e-5 * np.abs(exact).max(), rtol=0, err_msg=jax.tree_util.keystr(path)
-        )
+        name, largest = jax.tree_util.keystr(path), np.abs(exact).max()
+        np.testing.assert_allclose(grad, exact, atol=1e-5 * largest, rtol=0, err_msg=name)

@@ -182,14 +182,23 @@ def tokens():
     return np.random.default_rng(0).integers(K2.vocab, size=(2, 60))
 
 
-def test_logits_of_k2_equal_theirs(tokens):
-    model = their_model(K2, seed=3)
-    logits = compiled(lambda p: models.forward(p, tokens, K2).logits)(to_params(arrays(model), K2))
+@pytest.mark.parametrize("cfg", [K2, K25], ids=["k2", "k25"])
+def test_logits_equal_theirs(cfg, tokens):
+    model = their_model(cfg, seed=3)
+    forward = compiled(lambda p: models.forward(p, tokens, cfg).logits)
+    logits = forward(to_params(arrays(model), cfg))
     with torch.no_grad():
         np.testing.assert_allclose(logits, their_logits(model, tokens), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("cfg", [K25, V3], ids=["k25", "v3"])
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        pytest.param(K2, id="k2", marks=pytest.mark.slow),
+        pytest.param(K25, id="k25", marks=pytest.mark.slow),
+        pytest.param(V3, id="v3"),
+    ],
+)
 def test_logits_and_gradients_equal_theirs(cfg, tokens):
     model = their_model(cfg, seed=3)
     exact_logits = their_logits(model, tokens)

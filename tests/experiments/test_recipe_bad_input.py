@@ -112,7 +112,7 @@ def test_a_corpus_smaller_than_a_batch(refused, tmp_path):
     (folder / "a.py").write_text(CODE)
     override = f"--config.data.sources.0.path={folder}"
     assert refused(override).startswith(
-        "config.phases.0.batch: 4 rows of 32 tokens, but the documents fill only 2 ("
+        "config.phases.0.batch: 4 rows of 128 tokens, but the documents fill only 1 ("
     )
     # The documents are enough, but not what can be learned from them in the second phase.
     (folder / "a.py").write_text(CODE + "".join(f"x{n} = {n}\n" for n in range(100)))
@@ -128,7 +128,7 @@ def test_an_unknown_held_out_package(refused, tmp_path):
     assert refused("--config.data.held_out=jsn").startswith(message)
     assert refused(f"--config.data.held_out={tmp_path}").endswith("usable file ending in .py")
     assert refused("--config.data.held_out=email").startswith(
-        "config.data.sources: 'stdlib:email' is empty"
+        "config.data.sources: every file of 'stdlib:email' duplicates an earlier source or the held"
     )
 
 

@@ -18,18 +18,22 @@ from collections.abc import Callable
 import rich
 import rich.box
 import rich.table
-from absl import app, flags
+from absl import app, flags, logging
 
 from launch import bench_train_step, jax_setup
 
 BENCHES = {"train_step": bench_train_step}
 
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Timed rounds of every side.", lower_bound=1)
+_DTYPES = flags.DEFINE_list(
+    "dtypes", ["float32", "bfloat16"], "Precisions; bfloat16 is very slow on CPUs without it."
+)
 _MEMORY_OF = flags.DEFINE_string("memory_of", None, "Internal: print the peak memory of one side.")
 
 
 def main(argv: list[str]) -> None:
     """Runs the benchmarks named on the command line, all by default."""
+    logging.set_verbosity(logging.WARNING)
     names = argv[1:] or list(BENCHES)
     if unknown := sorted(set(names) - set(BENCHES)):
         sys.exit(_fail(f"unknown benchmark {unknown[0]!r}; known: {', '.join(BENCHES)}"))
@@ -37,7 +41,7 @@ def main(argv: list[str]) -> None:
     for name in names:
         bench = BENCHES[name]
         try:
-            sides = bench.sides()
+            sides = bench.sides(_DTYPES.value)
         except ImportError as error:
             sys.exit(_fail(f"{name} needs `pip install -e .[parity]`: {error}"))
         if _MEMORY_OF.value:
@@ -70,15 +74,17 @@ def _compare(name: str, bench, sides: dict[str, Callable]) -> None:
     console.print(table)
     ours = {side: seconds for side, seconds in best.items() if side.startswith("ours")}
     peers = {side: seconds for side, seconds in best.items() if side not in ours}
-    same = best[bench.PEER_F32] / best[bench.OURS_F32]
+    for dtype in _DTYPES.value:
+        ratio = best[f"{bench.PEER} {dtype}"] / best[f"ours {dtype}"]
+        console.print(f"{dtype}: {ratio:.2f} x the peer's tokens per second", highlight=False)
     fastest = min(peers.values()) / min(ours.values())
-    console.print(f"f32 against f32: {same:.2f} x the peer's tokens per second", highlight=False)
     console.print(f"fastest against fastest: {fastest:.2f} x", highlight=False)
 
 
 def _peak_memory(name: str, side: str) -> int:
     """Peak resident memory of one step in a fresh process, KiB."""
-    command = [sys.executable, "-m", "launch.bench", name, f"--memory_of={side}"]
+    dtypes = f"--dtypes={','.join(_DTYPES.value)}"
+    command = [sys.executable, "-m", "launch.bench", name, dtypes, f"--memory_of={side}"]
     run = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ)
     return json.loads(run.stdout.splitlines()[-1])
 

@@ -4,29 +4,31 @@ The peer is Hugging Face transformers' `DeepseekV3ForCausalLM` with its fastest 
 implementation on CPU (`grouped_mm`) and fused AdamW: same architecture, batch and precision.
 """
 
+import importlib.util
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 ROWS, CONTEXT, VOCAB = 8, 512, 4096
 TOKENS = ROWS * CONTEXT
-OURS_F32, PEER_F32 = "ours float32", "transformers float32"
+PEER = "transformers"
 SLOW_SECONDS = 10.0  # a side whose first step takes longer is not warmed up a second time
 
 Step = Callable[[], float]  # runs one step, returns its seconds
 
 
-def sides() -> dict[str, Callable[[], Step]]:
+def sides(dtypes: Sequence[str]) -> dict[str, Callable[[], Step]]:
     """Side -> function that builds it, warms it up and returns its timed step."""
-    import torch  # noqa: F401  - to fail early, before anything is compiled
-    import transformers  # noqa: F401
-
+    # found but not imported: torch must not count as memory of our side
+    for name in ("torch", "transformers"):
+        if importlib.util.find_spec(name) is None:
+            raise ImportError(f"no module named {name!r}")
     made = {}
-    for dtype in ("float32", "bfloat16"):
+    for dtype in dtypes:
         made[f"ours {dtype}"] = lambda dtype=dtype: _ours(dtype)
-        made[f"transformers {dtype}"] = lambda dtype=dtype: _peer(dtype)
+        made[f"{PEER} {dtype}"] = lambda dtype=dtype: _peer(dtype)
     return made
 
 

@@ -131,9 +131,10 @@ class Checkpoints:
         """The newest step whose files are all there and unchanged.
 
         Every newer folder is skipped with one warning that names it. Reads all bytes of the
-        checkpoint it returns.
+        checkpoint it returns. Deletes what a killed or failed save has left behind.
         """
         self.wait()
+        self._sweep()
         step = self._newest_sound() if jax.process_index() == 0 else None
         if jax.process_count() > 1:  # all processes must agree, and one reader is enough
             agreed = multihost_utils.broadcast_one_to_all(np.int32(-1 if step is None else step))
@@ -161,7 +162,8 @@ class Checkpoints:
             A tree of the type of ``state``.
 
         Raises:
-            ForeignCheckpointError: A leaf is missing, or has another shape or dtype.
+            ForeignCheckpointError: A leaf is missing, or has another shape or dtype, or
+                ``batches`` raises a ``ConfigError`` because its data are others.
             CheckpointError: Orbax or the iterator refuses the content.
         """
         folder = self.folder(step)
@@ -178,6 +180,7 @@ class Checkpoints:
             self.wait()
         finally:
             self._thread.shutdown()
+            self._sweep()  # again: threads of a failed save may have gone on writing for a moment
 
     def __enter__(self) -> Self:
         return self
@@ -230,7 +233,7 @@ class Checkpoints:
             ) from None
 
     def _prune(self, newest: int) -> None:
-        """Deletes what the retention rule does not keep, and what killed saves left behind."""
+        """Deletes what the retention rule does not keep."""
         # Folders after the newest save are damaged ones of an abandoned attempt: they do not
         # count as kept, and the run replaces them when it gets there.
         steps = [step for step in self.steps() if step <= newest]
@@ -241,8 +244,13 @@ class Checkpoints:
         for step in set(steps) - kept:
             (self.folder(step) / _MANIFEST).unlink(missing_ok=True)  # first: it is the marker
             shutil.rmtree(self.folder(step))
-        for path in self.directory.glob(f"*{_TEMPORARY}*"):
-            shutil.rmtree(path)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Deletes folders of unfinished saves; to be called while no save is in flight."""
+        if jax.process_index() == 0:
+            for path in self.directory.glob(f"*{_TEMPORARY}*"):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _describe(state: Any) -> dict[str, str]:
@@ -264,6 +272,8 @@ def _load(folder: Path, targets: dict[str, Any]) -> dict[str, Any]:
         return ocp.load_checkpointables(folder, targets)
     except Exception as error:
         reason = error.__cause__ or error  # Orbax wraps it in "incompatible handler"
+        if isinstance(reason, ConfigError):  # the iterator's word that its data are others
+            raise ForeignCheckpointError(f"{folder}: {reason}") from error
         raise CheckpointError(f"{folder}: cannot be restored: {_one_line(reason)}") from error
 
 

@@ -80,6 +80,7 @@ def test_garbage_in_padding_changes_no_bit(forward, batch, tiny_config):
     np.testing.assert_array_equal(after[~padding], before[~padding])
 
 
+@pytest.mark.parametrize("forward", ["float32"], indirect=True)
 def test_packed_and_unpacked_agree(forward, batch, packed_rows, tiny_config):
     """Unpacked, each document has a row of its own and begins it."""
     packed = np.asarray(forward(*inputs(batch)).logits)

@@ -20,6 +20,7 @@ import optax
 import pytest
 
 from c2.config import ConfigError
+from c2.training import checkpoint
 from c2.training.checkpoint import CheckpointError, Checkpoints, ForeignCheckpointError
 
 
@@ -234,6 +235,18 @@ def test_foreign_data_position_is_one_line(copy, recwarn):
     assert not recwarn.list
 
 
+def test_data_that_refuse_the_position_are_bad_input(copy, monkeypatch):
+    """As when the files of the corpus have changed since."""
+    batches = make_batches()
+
+    def refuse(state):
+        raise ConfigError("sources: the data have changed")
+
+    monkeypatch.setattr(type(batches), "set_state", lambda self, state: refuse(state))
+    with pytest.raises(ForeignCheckpointError, match=r"00000005: sources: the data have changed$"):
+        Checkpoints(copy).restore(5, make_state(), batches)
+
+
 def test_a_failed_write_is_one_line_and_leaves_the_older_ones(tmp_path, capfd):
     """A limit on file sizes stands for a full disk: both fail in the same write calls."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -278,6 +291,27 @@ def fill(directory: Path) -> None:
         checkpoints.wait()
     except CheckpointError as error:
         print(error)
+
+
+def test_what_unfinished_saves_leave_behind_is_deleted(copy, tmp_path, monkeypatch):
+    """By the next start, and by the end of a process in which Orbax goes on after a failure."""
+    killed = copy / f"00000009{checkpoint._TEMPORARY}"
+    (killed / "state").mkdir(parents=True)
+    assert Checkpoints(copy).latest() == 5
+    assert not killed.exists()
+
+    def fail(folder, *args, **kwargs):
+        late.mkdir(parents=True)
+        raise OSError("the disk is full")
+
+    late = tmp_path / "late" / f"00000001{checkpoint._TEMPORARY}"
+    monkeypatch.setattr(checkpoint.ocp, "save_checkpointables_async", fail)
+    checkpoints = Checkpoints(late.parent)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        checkpoints.save(1, make_state(), make_batches())
+    (late / "state").mkdir(parents=True)
+    checkpoints.close()
+    assert list(late.parent.iterdir()) == []
 
 
 def test_manifest_lists_every_file_and_every_leaf(saved):

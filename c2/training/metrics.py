@@ -106,7 +106,7 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
 def read_columns(path: str | Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """The file by metric: name -> (steps int64 [n], values [n, ...]), where it was written.
 
-    Values are float64 (``null`` is NaN), or strings.
+    Values are float64 (``null`` is NaN), or strings (dtype object).
     """
     columns: dict[str, tuple[list[int], list[Any]]] = {}
     for row in read_rows(path):
@@ -118,7 +118,8 @@ def read_columns(path: str | Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def _array(values: list[Any]) -> np.ndarray:
-    return np.array(values, str if isinstance(values[0], str) else np.float64)
+    # Strings as objects: numpy's own fixed-width strings lose trailing NUL characters.
+    return np.array(values, object if isinstance(values[0], str) else np.float64)
 
 
 def _plain(value: Any) -> Any:

@@ -70,6 +70,10 @@ class Victim:
         path = self.workdir / "metrics.jsonl"
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
+    def has_begun(self) -> bool:
+        """Whether it has got as far as compiling its first step."""
+        return "compiling" in self.printed.read_text()
+
     def saves(self) -> list[Path]:
         """Folders of checkpoints that this process has begun but not completed."""
         folders = self.workdir.glob("checkpoints/*")
@@ -78,7 +82,7 @@ class Victim:
 
     def doing(self) -> str:
         """What it was at when it was killed, as the files tell."""
-        if "compiling" not in self.printed.read_text():
+        if not self.has_begun():
             return "starting"
         return "saving" if self.saves() else "training"
 
@@ -89,17 +93,19 @@ def while_starting(run: Victim, chance: random.Random) -> None:
 
 
 def while_compiling(run: Victim, chance: random.Random) -> None:
-    run.wait_until(lambda: "compiling" in run.printed.read_text())
+    run.wait_until(run.has_begun)
     time.sleep(chance.uniform(0.0, 4.0))
 
 
 def while_stepping(run: Victim, chance: random.Random) -> None:
-    before = run.lines + chance.randint(1, 8)
+    run.wait_until(run.has_begun)
+    before = run.lines + chance.randint(0, 7)
     run.wait_until(lambda: run.lines > before)
     time.sleep(chance.uniform(0.0, 0.02))
 
 
 def while_saving(run: Victim, chance: random.Random) -> None:
+    run.wait_until(run.has_begun)  # before, it deletes what the last kill left behind
     for _ in range(chance.randint(1, 3)):
         run.wait_until(lambda: not run.saves())
         run.wait_until(run.saves)

@@ -1,9 +1,10 @@
 """Strict building of frozen dataclass configs from plain data and command line words.
 
 A config is a frozen, keyword-only dataclass. Its fields are int, float, bool, str, `Literal`,
-`X | None`, `tuple[T, ...]`, `tuple[A, B]`, `dict[str, T]` or another such dataclass. It checks
-itself in `__post_init__`, raising `ConfigError("key: what is wrong; what is legal")`; this module
-puts the dotted path in front.
+`X | None`, `tuple[T, ...]`, `tuple[A, B]`, `dict[str, T]`, another such dataclass, or one of several
+(`A | B`), told apart by a field `kind: Literal["a"] = "a"` in each. A config checks itself in
+`__post_init__`, raising `ConfigError("key: what is wrong; what is legal")`; this module puts the
+dotted path in front.
 """
 
 import ast
@@ -170,14 +171,29 @@ def _field_types(cls: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
 
 
+def _is_union(kind: Any) -> bool:
+    return typing.get_origin(kind) in (typing.Union, types.UnionType)
+
+
 def _unwrap(kind: Any) -> tuple[Any, bool]:
-    """`X | None` -> (X, True); any other type -> (type, False)."""
-    if typing.get_origin(kind) not in (typing.Union, types.UnionType):
+    """`X | None` -> (X, True); any other type, a union of dataclasses too -> (type, False)."""
+    if not _is_union(kind):
         return kind, False
     inner = [arg for arg in typing.get_args(kind) if arg is not types.NoneType]
-    if len(inner) != 1:
+    if len(inner) > 1 and not all(dataclasses.is_dataclass(arg) for arg in inner):
         raise TypeError(f"config fields of type {kind} are not supported")
-    return inner[0], True
+    return typing.Union[tuple(inner)], types.NoneType in typing.get_args(kind)  # noqa: UP007
+
+
+def _member(kind: Any, value: Any, where: str) -> Any:
+    """The dataclass of a union that the field "kind" of ``value`` names; other types as they are."""
+    if not (_is_union(kind) and isinstance(value, Mapping)):
+        return kind
+    members = {cls.kind: cls for cls in typing.get_args(kind)}
+    name = value.get("kind")
+    if name not in members:
+        raise ConfigError(f"{where}.kind: expected one of {', '.join(members)}, got {_quote(name)}")
+    return members[name]
 
 
 def _item_types(kind: Any, length: int) -> list[Any]:
@@ -192,6 +208,8 @@ def _describe(kind: Any) -> str:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         text = f"an object with the keys {', '.join(_field_types(kind))}"
+    elif _is_union(kind):
+        text = " or ".join(map(_describe, args))
     elif origin is Literal:
         text = f"one of {', '.join(map(str, args))}"
     elif origin is tuple and args[1:] == (Ellipsis,):
@@ -222,6 +240,7 @@ def _build(kind: Any, value: Any, where: str) -> Any:
     origin = typing.get_origin(kind)
     if value is None and optional:
         return None
+    kind = _member(kind, value, where)
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         return _build_dataclass(kind, value, where)
     if origin is Literal:
@@ -288,8 +307,8 @@ def _located(message: str, keys: Iterable[str], where: str) -> str:
 def _assigned(kind: Any, value: Any, keys: Sequence[str], text: str, where: str) -> Any:
     """`value` with the entry at `keys` replaced by what `text` means there."""
     if not keys:
-        return _merged(kind, value, _parse(kind, text))
-    kind, _ = _unwrap(kind)
+        return _merged(kind, value, _parse(kind, text), where)
+    kind = _member(_unwrap(kind)[0], {} if value is None else value, where)
     origin = typing.get_origin(kind)
     key, *rest = keys
     here = f"{where}.{key}"
@@ -332,15 +351,19 @@ def _parse(kind: Any, text: str) -> Any:
     return text
 
 
-def _merged(kind: Any, old: Any, new: Any) -> Any:
+def _merged(kind: Any, old: Any, new: Any, where: str) -> Any:
     """`new`, where a dataclass keeps the old values of the keys that `new` does not name."""
     kind, _ = _unwrap(kind)
-    if not (dataclasses.is_dataclass(kind) and isinstance(new, dict)):
+    if not (isinstance(new, dict) and (_is_union(kind) or dataclasses.is_dataclass(kind))):
         return new
+    if _is_union(kind):
+        if old and new.get("kind", old["kind"]) != old["kind"]:
+            old = None  # another member: nothing of the old one applies
+        kind = _member(kind, (old or {}) | new, where)
     kinds = _field_types(kind)
     old = _defaults(kind) if old is None else old
     return old | {
-        key: _merged(kinds[key], old.get(key), value) if key in kinds else value
+        key: _merged(kinds[key], old.get(key), value, f"{where}.{key}") if key in kinds else value
         for key, value in new.items()
     }
 

@@ -298,3 +298,59 @@ def test_differences():
 def test_config_needs_no_jax():
     code = "import sys, c2.config; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Latent:
+    kind: Literal["latent"] = "latent"
+    heads: int = 2
+    rank: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grouped:
+    kind: Literal["grouped"] = "grouped"
+    heads: int = 2
+    groups: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Either:
+    attention: Latent | Grouped = Latent(rank=4)
+    second: Latent | Grouped | None = None
+
+
+def test_a_union_is_told_apart_by_kind():
+    for cfg in (Either(), Either(attention=Grouped(groups=2), second=Latent(heads=1, rank=1))):
+        assert from_dict(Either, json.loads(json.dumps(to_dict(cfg)))) == cfg
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["attention.rank=8"], Either(attention=Latent(rank=8))),
+        (['attention={"rank": 8}'], Either(attention=Latent(rank=8))),
+        # another kind starts from its own defaults: nothing of the old one applies
+        (['attention={"kind": "grouped", "groups": 2}'], Either(attention=Grouped(groups=2))),
+        (['second={"kind": "grouped"}', "second.heads=5"], Either(second=Grouped(heads=5))),
+        (["second=none"], Either()),
+    ],
+)
+def test_overrides_of_a_union(words, expected):
+    assert override(Either(attention=Latent(rank=4)), words) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["attention.kind=grouped"], "config.attention.rank: unknown key; legal keys: kind, heads"),
+        (["attention.kind=x"], "config.attention.kind: expected one of latent, grouped, got 'x'"),
+        (["second.heads=3"], "config.second.kind: expected one of latent, grouped, got None"),
+        (["second=3"], "config.second: expected an object with the keys kind, heads, rank or an"),
+        (['second={"heads": 3}'], "config.second.kind: expected one of latent, grouped, got None"),
+    ],
+)
+def test_errors_of_a_union(words, message):
+    with pytest.raises(ConfigError) as caught:
+        override(Either(), words)
+    assert str(caught.value).startswith(message)

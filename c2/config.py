@@ -1,9 +1,9 @@
 """Strict building of frozen dataclass configs from plain data and command line words.
 
 A config is a frozen, keyword-only dataclass. Its fields are int, float, bool, str, `Literal`,
-`X | None`, `tuple[T, ...]`, `tuple[A, B]`, `dict[str, T]`, another such dataclass, or one of several
-(`A | B`), told apart by a field `kind: Literal["a"] = "a"` in each. A config checks itself in
-`__post_init__`, raising `ConfigError("key: what is wrong; what is legal")`; this module puts the
+`X | None`, `tuple[T, ...]`, `tuple[A, B]`, `dict[str, T]`, another such dataclass, or one of
+several (`A | B`), told apart by a field `kind: Literal["a"] = "a"` in each. A config checks itself
+in `__post_init__`, raising `ConfigError("key: what is wrong; what is legal")`; this module puts the
 dotted path in front.
 """
 
@@ -186,7 +186,7 @@ def _unwrap(kind: Any) -> tuple[Any, bool]:
 
 
 def _member(kind: Any, value: Any, where: str) -> Any:
-    """The dataclass of a union that the field "kind" of ``value`` names; other types as they are."""
+    """The dataclass of a union that `kind` of ``value`` names; other types as they are."""
     if not (_is_union(kind) and isinstance(value, Mapping)):
         return kind
     members = {cls.kind: cls for cls in typing.get_args(kind)}

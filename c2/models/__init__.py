@@ -1,7 +1,15 @@
 """The model: pure functions over typed parameter trees."""
 
 from c2.models import presets
-from c2.models.config import MLAConfig, ModelConfig, MoEConfig, RopeConfig, YarnConfig
+from c2.models.cache import Cache
+from c2.models.config import (
+    GQAConfig,
+    MLAConfig,
+    ModelConfig,
+    MoEConfig,
+    RopeConfig,
+    YarnConfig,
+)
 from c2.models.transformer import (
     Output,
     ParamCount,
@@ -10,12 +18,16 @@ from c2.models.transformer import (
     abstract,
     count,
     forward,
+    head,
     init,
+    init_cache,
     spec,
     trunk,
 )
 
 __all__ = [
+    "Cache",
+    "GQAConfig",
     "MLAConfig",
     "MoEConfig",
     "ModelConfig",
@@ -28,7 +40,9 @@ __all__ = [
     "abstract",
     "count",
     "forward",
+    "head",
     "init",
+    "init_cache",
     "presets",
     "spec",
     "trunk",

@@ -29,10 +29,15 @@ class YarnConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding: base frequency and optional YaRN scaling."""
+    """Rotary position embedding: base frequency and optional YaRN scaling.
+
+    ``layout`` says which features form a pair: neighbours (0,1), (2,3), ... as in DeepSeek and Kimi
+    checkpoints, or i and i + features / 2 as in Llama and Qwen checkpoints.
+    """
 
     theta: float = 10_000.0
     yarn: YarnConfig | None = None
+    layout: Literal["neighbours", "halves"] = "neighbours"
 
     def __post_init__(self):
         if self.theta <= 1:
@@ -45,11 +50,13 @@ class MLAConfig:
 
     Queries and keys have ``nope + rope`` features per head, values have ``v``. ``latent_norm_eps``
     is a field of its own because implementations of the same checkpoints disagree about it: the
-    reference code fixes 1e-6, some engines use the model's ``norm_eps``.
+    reference code fixes 1e-6, some engines use the model's ``norm_eps``. Without ``q_lora``
+    queries are projected directly.
     """
 
+    kind: Literal["mla"] = "mla"
     heads: int
-    q_lora: int
+    q_lora: int | None
     kv_lora: int
     nope: int
     rope: int
@@ -57,24 +64,74 @@ class MLAConfig:
     latent_norm_eps: float = 1e-6
 
     def __post_init__(self):
-        for name in ("heads", "q_lora", "kv_lora", "nope", "rope", "v"):
+        for name in ("heads", "kv_lora", "nope", "rope", "v"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.q_lora is not None and self.q_lora < 1:
+            raise ConfigError(f"q_lora must be positive or none, got {self.q_lora}")
         if self.rope % 2:
             raise ConfigError(f"rope must be even (features rotate in pairs), got {self.rope}")
+
+    @property
+    def rotary(self) -> int:
+        """Features per head that carry the position."""
+        return self.rope
+
+    @property
+    def qk(self) -> int:
+        """Features per head of queries and keys."""
+        return self.nope + self.rope
+
+
+@dataclass(frozen=True, kw_only=True)
+class GQAConfig:
+    """Grouped-query attention (Ainslie et al. 2023).
+
+    Query head i uses key and value head ``i // (heads / kv_heads)``. ``qk_norm`` norms each head's
+    queries and keys before rotation, as Qwen3 does.
+    """
+
+    kind: Literal["gqa"] = "gqa"
+    heads: int
+    kv_heads: int
+    head_dim: int
+    qk_norm: bool = False
+
+    def __post_init__(self):
+        for name in ("heads", "kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.heads % self.kv_heads:
+            raise ConfigError(f"kv_heads = {self.kv_heads} must divide heads = {self.heads}")
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim must be even (features rotate in pairs): {self.head_dim}")
+
+    @property
+    def rotary(self) -> int:
+        """Features per head that carry the position."""
+        return self.head_dim
+
+    @property
+    def qk(self) -> int:
+        """Features per head of queries and keys."""
+        return self.head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """Mixture of experts with a sigmoid router and a selection bias (DeepSeek-V3 section 2.1.2).
+    """Mixture of experts (DeepSeek-V3 section 2.1.2; Qwen3 with softmax and no bias).
 
-    ``groups`` > 1 limits each token to its ``top_groups`` best groups of experts.
+    ``scoring`` turns router logits into scores. ``bias`` adds a selection bias per expert, which
+    training moves towards equal load. ``groups`` > 1 limits each token to its ``top_groups`` best
+    groups of experts.
     """
 
     experts: int
     top_k: int
     intermediate: int
     shared: int = 1
+    scoring: Literal["sigmoid", "softmax"] = "sigmoid"
+    bias: bool = True
     groups: int = 1
     top_groups: int = 1
     norm_top_k: bool = True
@@ -106,9 +163,11 @@ class MoEConfig:
 class ModelConfig:
     """A decoder of ``dense_layers`` dense blocks followed by mixture-of-experts blocks.
 
-    ``dtype`` is the type activations and matmul operands are computed in; parameters are stored
-    in f32. ``remat`` names what the backward pass recomputes: ``none`` keeps every residual,
-    ``dots`` keeps matmul results only, ``full`` keeps one hidden state per layer.
+    ``tied`` uses the embedding as the head. ``mtp`` is the number of multi-token-prediction modules
+    (DeepSeek-V3 section 2.2; report section 3.1). ``dtype`` is the type activations and matmul
+    operands are computed in; parameters are stored in f32. ``remat`` names what the backward pass
+    recomputes: ``none`` keeps every residual, ``dots`` keeps matmul results only, ``full`` keeps
+    one hidden state per layer.
     """
 
     vocab: int
@@ -116,10 +175,12 @@ class ModelConfig:
     layers: int
     dense_layers: int
     dense_intermediate: int
-    attention: MLAConfig
-    moe: MoEConfig
+    attention: MLAConfig | GQAConfig
+    moe: MoEConfig | None
     rope: RopeConfig = RopeConfig()
     norm_eps: float = 1e-6
+    tied: bool = False
+    mtp: int = 0
     dtype: Literal["float32", "bfloat16"] = "float32"
     remat: Literal["none", "dots", "full"] = "none"
 
@@ -131,6 +192,13 @@ class ModelConfig:
             raise ConfigError(
                 f"dense_layers must be in 0..layers = {self.layers}, got {self.dense_layers}"
             )
+        if self.moe is None and self.dense_layers < self.layers:
+            raise ConfigError(
+                f"moe may be none only if dense_layers = {self.dense_layers} equals layers = "
+                f"{self.layers}"
+            )
+        if self.mtp < 0:
+            raise ConfigError(f"mtp must be at least 0, got {self.mtp}")
 
     @property
     def moe_layers(self) -> int:

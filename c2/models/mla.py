@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from c2.models import rope
+from c2.models.cache import Tokens, attend
 from c2.models.config import ModelConfig
 from c2.models.layers import norm_spec, project, rms_norm
 from c2.models.params import ParamSpec
@@ -13,10 +14,10 @@ from pallas_kernels.flash_attention import flash_attention
 
 @struct.dataclass
 class Attention:
-    """Parameters of one attention block."""
+    """Parameters of one attention block. Without a query latent, ``q_up`` starts from embed."""
 
-    q_down: jax.Array  # [embed, q_latent]
-    q_norm: jax.Array  # [q_latent]
+    q_down: jax.Array | None  # [embed, q_latent]
+    q_norm: jax.Array | None  # [q_latent]
     q_up: jax.Array  # [q_latent, heads, nope + rope]
     kv_down: jax.Array  # [embed, kv_latent + rope]
     kv_norm: jax.Array  # [kv_latent]
@@ -27,11 +28,13 @@ class Attention:
 def spec(cfg: ModelConfig, gain_out: float) -> Attention:
     """Parameter table of one attention block."""
     a, embed = cfg.attention, cfg.hidden
-    qk, kv = a.nope + a.rope, a.nope + a.v
+    kv = a.nope + a.v
+    compressed = a.q_lora is not None
+    q_in, q_axis = (a.q_lora, "q_latent") if compressed else (embed, "embed")
     return Attention(
-        q_down=ParamSpec((embed, a.q_lora), ("embed", "q_latent"), fan_in=embed),
-        q_norm=norm_spec(a.q_lora, "q_latent"),
-        q_up=ParamSpec((a.q_lora, a.heads, qk), ("q_latent", "heads", "qk"), fan_in=a.q_lora),
+        q_down=ParamSpec((embed, q_in), ("embed", q_axis), fan_in=embed) if compressed else None,
+        q_norm=norm_spec(q_in, q_axis) if compressed else None,
+        q_up=ParamSpec((q_in, a.heads, a.qk), (q_axis, "heads", "qk"), fan_in=q_in),
         kv_down=ParamSpec((embed, a.kv_lora + a.rope), ("embed", "kv_latent"), fan_in=embed),
         kv_norm=norm_spec(a.kv_lora, "kv_latent"),
         kv_up=ParamSpec((a.kv_lora, a.heads, kv), ("kv_latent", "heads", "kv"), fan_in=a.kv_lora),
@@ -41,35 +44,75 @@ def spec(cfg: ModelConfig, gain_out: float) -> Attention:
     )
 
 
-@struct.dataclass
-class Tokens:
-    """What attention must know of the tokens besides their activations, once per forward."""
-
-    cos: jax.Array  # [batch, seq, rope // 2]
-    sin: jax.Array  # [batch, seq, rope // 2]
-    segment_ids: jax.Array  # [batch, seq]
+def cache_entry(cfg: ModelConfig) -> jax.ShapeDtypeStruct:
+    """Shape that the cache holds per token and layer: normed latent, then rotated key."""
+    return jax.ShapeDtypeStruct((cfg.attention.kv_lora + cfg.attention.rope,), cfg.dtype)
 
 
-def attention(x: jax.Array, p: Attention, tokens: Tokens, cfg: ModelConfig) -> jax.Array:
-    """Attends within segments; x and result [batch, seq, embed].
+def attention(
+    x: jax.Array, p: Attention, tokens: Tokens, cfg: ModelConfig, past: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Attends within segments, or over a cache.
 
     Keys and values are projected from one normed latent per token. The rotary key is shared by
     all heads and is not normed.
+
+    Args:
+      x: [batch, seq, embed].
+      p: parameters.
+      tokens: positions' angles and segments.
+      cfg: model configuration.
+      past: this layer's cached entries [batch, capacity, kv_latent + rope], or None. With a cache
+        keys and values are never expanded: their projections act on queries and outputs instead.
+
+    Returns:
+      [batch, seq, embed], and the entries of the new tokens if ``past`` is given.
     """
     a = cfg.attention
     with jax.named_scope("mla_queries"):
-        q_latent = rms_norm(project(x, p.q_down), p.q_norm, a.latent_norm_eps)
+        q_latent = x
+        if p.q_down is not None:
+            q_latent = rms_norm(project(x, p.q_down), p.q_norm, a.latent_norm_eps)
         q_nope, q_rope = jnp.split(project(q_latent, p.q_up), [a.nope], axis=-1)
-        q_rope = rope.rotate(q_rope, tokens.cos, tokens.sin)
-        q = jnp.concatenate([q_nope, q_rope], axis=-1)  # [batch, seq, heads, nope + rope]
+        q_rope = rope.rotate(q_rope, tokens.cos, tokens.sin, cfg.rope)
+    with jax.named_scope("mla_latents"):
+        latent, k_rope = jnp.split(project(x, p.kv_down), [a.kv_lora], axis=-1)
+        latent = rms_norm(latent, p.kv_norm, a.latent_norm_eps)
+        k_rope = rope.rotate(k_rope[:, :, None], tokens.cos, tokens.sin, cfg.rope)
+    scale = rope.attention_scale(cfg.rope.yarn, a.qk)
+    if past is None:
+        entry = None
+        mixed = _expanded(q_nope, q_rope, latent, k_rope, p, tokens, cfg, scale)
+    else:
+        entry = jnp.concatenate([latent, k_rope[:, :, 0]], axis=-1)
+        mixed = _absorbed(q_nope, q_rope, entry, past, p, tokens, cfg, scale)
+    return project(mixed, p.out, contract=2), entry
+
+
+def _expanded(q_nope, q_rope, latent, k_rope, p, tokens, cfg, scale):
+    """Expands latents to keys and values of every head: cheapest where all tokens are queries."""
+    a = cfg.attention
     with jax.named_scope("mla_keys_values"):
-        kv_latent, k_rope = jnp.split(project(x, p.kv_down), [a.kv_lora], axis=-1)
-        kv_latent = rms_norm(kv_latent, p.kv_norm, a.latent_norm_eps)
-        k_nope, v = jnp.split(project(kv_latent, p.kv_up), [a.nope], axis=-1)
-        k_rope = rope.rotate(k_rope[:, :, None], tokens.cos, tokens.sin)
+        k_nope, v = jnp.split(project(latent, p.kv_up), [a.nope], axis=-1)
         k_rope = jnp.broadcast_to(k_rope, (*k_nope.shape[:3], a.rope))
         k = jnp.concatenate([k_nope, k_rope], axis=-1)
+        q = jnp.concatenate([q_nope, q_rope], axis=-1)  # [batch, seq, heads, nope + rope]
     with jax.named_scope("mla_attend"):
-        scale = rope.attention_scale(cfg.rope.yarn, a.nope + a.rope)
-        mixed = flash_attention(q, k, v, tokens.segment_ids, scale=scale)
-    return project(mixed, p.out, contract=2)
+        return flash_attention(q, k, v, tokens.segment_ids, scale=scale)
+
+
+def _absorbed(q_nope, q_rope, entry, past, p, tokens, cfg, scale):
+    """Compares queries with latents themselves: one key-value head of kv_latent + rope features.
+
+    ``(q W_k) . c = q . (W_k c)``, and values are projected after mixing.
+    """
+    a = cfg.attention
+    w_k, w_v = jnp.split(p.kv_up.astype(q_nope.dtype), [a.nope], axis=-1)
+    with jax.named_scope("mla_absorb"):
+        q_latent = jnp.einsum("bshn,chn->bshc", q_nope, w_k)
+        q = jnp.concatenate([q_latent, q_rope], axis=-1)
+    with jax.named_scope("mla_attend"):
+        # values are the latents: the rotary features are mixed along and dropped, not copied out
+        past, entry = past[:, :, None], entry[:, :, None]
+        mixed = attend(q, (past, past), (entry, entry), tokens, scale)[..., : a.kv_lora]
+        return jnp.einsum("bshc,chv->bshv", mixed, w_v)

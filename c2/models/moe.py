@@ -1,4 +1,4 @@
-"""Mixture of experts with bias-balanced sigmoid routing (DeepSeek-V3 section 2.1.2)."""
+"""Mixture of experts (DeepSeek-V3 section 2.1.2): routing, route replay and the weighted sum."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from c2.models.layers import MLP, mlp, mlp_spec
 from c2.models.params import ParamSpec
 from pallas_kernels.expert_mlp import expert_mlp
 
-OWN_ROUTE = -1  # in given routes: a real token whose route was not captured
+OWN_ROUTE = -1  # in given routes: no route was captured
 NO_TOKEN = -2  # in given and returned routes: padding, routed nowhere
 
 
@@ -18,7 +18,7 @@ class MoE:
     """Parameters of one mixture-of-experts block."""
 
     router: jax.Array  # [embed, expert]
-    bias: jax.Array  # [expert], moves selection only, never a weight; no gradient
+    bias: jax.Array | None  # [expert], moves selection only, never a weight; no gradient
     gate_up: jax.Array  # [expert, embed, 2, ffw]
     down: jax.Array  # [expert, ffw, embed]
     shared: MLP | None
@@ -31,7 +31,9 @@ def spec(cfg: ModelConfig, gain_out: float) -> MoE:
     shape = (m.experts, embed, 2, m.intermediate)
     return MoE(
         router=ParamSpec((embed, m.experts), ("embed", "expert"), fan_in=embed),
-        bias=ParamSpec((m.experts,), ("expert",), init="zeros", trainable=False),
+        bias=ParamSpec((m.experts,), ("expert",), init="zeros", trainable=False)
+        if m.bias
+        else None,
         gate_up=ParamSpec(shape, expert_axes, fan_in=embed),
         down=ParamSpec(
             (m.experts, m.intermediate, embed),
@@ -43,13 +45,22 @@ def spec(cfg: ModelConfig, gain_out: float) -> MoE:
     )
 
 
-def select(scores: jax.Array, bias: jax.Array, m: MoEConfig) -> jax.Array:
+def score(x: jax.Array, router: jax.Array, m: MoEConfig) -> jax.Array:
+    """Scores of all experts, f32 [tokens, expert], for x [tokens, embed]."""
+    # f32 on every backend: selection must not depend on the compute dtype's rounding
+    logits = jnp.dot(
+        x.astype(jnp.float32), router.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
+    )
+    return jax.nn.sigmoid(logits) if m.scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+
+
+def select(scores: jax.Array, bias: jax.Array | None, m: MoEConfig) -> jax.Array:
     """Chooses experts by biased score: scores [tokens, expert] -> ids int32 [tokens, top_k].
 
     With groups, only the ``top_groups`` groups with the highest sum of their two best experts
     are eligible.
     """
-    choice = jax.lax.stop_gradient(scores + bias)
+    choice = jax.lax.stop_gradient(scores if bias is None else scores + bias)
     if m.groups > 1:
         grouped = choice.reshape(-1, m.groups, m.experts // m.groups)
         group_score = jax.lax.top_k(grouped, 2)[0].sum(-1)
@@ -68,6 +79,19 @@ def gate(scores: jax.Array, routes: jax.Array, m: MoEConfig) -> jax.Array:
     return weights * m.scale
 
 
+def replay(given: jax.Array, own: jax.Array, experts: int) -> jax.Array:
+    """The given routes where they are complete, else the token's own; ids int [tokens, top_k].
+
+    A row is replayed if it names ``top_k`` different experts that exist. Anything else - a slot
+    without a captured route, padding, an id out of range, a duplicate - says that the engine's
+    choice is not known, and a token is never routed by half of it.
+    """
+    exists = ((given >= 0) & (given < experts)).all(-1)
+    ascending = jnp.sort(given, axis=-1)
+    distinct = (ascending[:, 1:] != ascending[:, :-1]).all(-1)
+    return jnp.where((exists & distinct)[:, None], given, own)
+
+
 def expert_load(routes: jax.Array, experts: int) -> jax.Array:
     """Number of assignments per expert, f32 [expert]; negative ids count nowhere."""
     return jax.nn.one_hot(routes.reshape(-1), experts, dtype=jnp.float32).sum(0)
@@ -82,8 +106,8 @@ def moe(
       x: [batch, seq, embed].
       p: parameters.
       real: bool [batch, seq], False on padding.
-      routes: int [batch, seq, top_k] to replay (report section 3, router replay), or None. A row
-        holding `OWN_ROUTE` takes its own route; weights always come from the live scores.
+      routes: int [batch, seq, top_k] to replay (report section 3, router replay), or None. See
+        `replay` for rows that can't be; weights always come from the live scores.
       cfg: model configuration.
 
     Returns:
@@ -93,12 +117,10 @@ def moe(
     m = cfg.moe
     flat = x.reshape(-1, x.shape[-1])
     with jax.named_scope("router"):
-        # f32: selection must not depend on the compute dtype's rounding
-        scores = jax.nn.sigmoid(flat.astype(jnp.float32) @ p.router.astype(jnp.float32))
+        scores = score(flat, p.router, m)
         used = select(scores, p.bias, m)
         if routes is not None:
-            given = routes.reshape(used.shape).astype(jnp.int32)
-            used = jnp.where((given == OWN_ROUTE).any(-1, keepdims=True), used, given)
+            used = replay(routes.reshape(used.shape).astype(jnp.int32), used, m.experts)
         used = jnp.where(real.reshape(-1, 1), used, NO_TOKEN)
         weights = gate(scores, used, m)
     with jax.named_scope("experts"):

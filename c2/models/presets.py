@@ -4,7 +4,7 @@ import difflib
 from dataclasses import replace
 
 from c2.config import ConfigError
-from c2.models.config import MLAConfig, ModelConfig, MoEConfig, RopeConfig, YarnConfig
+from c2.models.config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, RopeConfig, YarnConfig
 
 
 def tiny_mla_moe() -> ModelConfig:
@@ -57,12 +57,71 @@ def deepseek_v3() -> ModelConfig:
         attention=MLAConfig(heads=128, q_lora=1536, kv_lora=512, nope=128, rope=64, v=128),
         moe=MoEConfig(experts=256, top_k=8, intermediate=2048, groups=8, top_groups=4, scale=2.5),
         rope=RopeConfig(theta=10_000.0, yarn=YarnConfig(factor=40.0, original_context=4096)),
+        mtp=1,
         dtype="bfloat16",
         remat="full",
     )
 
 
-PRESETS = {f.__name__: f for f in (tiny_mla_moe, kimi_k2, kimi_k25, deepseek_v3)}
+def tiny_gqa_moe() -> ModelConfig:
+    """The Qwen3-MoE architecture at the size of `tiny_mla_moe`."""
+    return replace(
+        tiny_mla_moe(),
+        dense_layers=0,
+        attention=GQAConfig(heads=4, kv_heads=2, head_dim=32, qk_norm=True),
+        moe=MoEConfig(
+            experts=8, top_k=2, intermediate=128, shared=0, scoring="softmax", bias=False
+        ),
+        rope=RopeConfig(theta=10_000.0, layout="halves"),
+    )
+
+
+def qwen3_30b_a3b() -> ModelConfig:
+    """Qwen3-30B-A3B (April 2025) and, with another ``theta``, Qwen3-Coder-30B-A3B."""
+    return ModelConfig(
+        vocab=151_936,
+        hidden=2048,
+        layers=48,
+        dense_layers=0,
+        dense_intermediate=6144,
+        attention=GQAConfig(heads=32, kv_heads=4, head_dim=128, qk_norm=True),
+        moe=MoEConfig(
+            experts=128, top_k=8, intermediate=768, shared=0, scoring="softmax", bias=False
+        ),
+        rope=RopeConfig(theta=1_000_000.0, layout="halves"),
+        dtype="bfloat16",
+        remat="full",
+    )
+
+
+def smollm2_135m() -> ModelConfig:
+    """SmolLM2-135M (November 2024), a dense Llama-style model that fits on any machine."""
+    return ModelConfig(
+        vocab=49_152,
+        hidden=576,
+        layers=30,
+        dense_layers=30,
+        dense_intermediate=1536,
+        attention=GQAConfig(heads=9, kv_heads=3, head_dim=64),
+        moe=None,
+        rope=RopeConfig(theta=100_000.0, layout="halves"),
+        norm_eps=1e-5,
+        tied=True,
+    )
+
+
+PRESETS = {
+    f.__name__: f
+    for f in (
+        tiny_mla_moe,
+        tiny_gqa_moe,
+        kimi_k2,
+        kimi_k25,
+        deepseek_v3,
+        qwen3_30b_a3b,
+        smollm2_135m,
+    )
+}
 
 
 def get(name: str) -> ModelConfig:

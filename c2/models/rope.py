@@ -57,16 +57,18 @@ def tables(positions: jax.Array, cfg: RopeConfig, features: int) -> tuple[jax.Ar
     return jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates neighbouring feature pairs (0,1), (2,3), ... in place, as checkpoints store them.
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, cfg: RopeConfig) -> jax.Array:
+    """Rotates feature pairs by their position's angles; features keep their places.
 
     Args:
       x: [batch, seq, heads, features].
       cos: [batch, seq, features // 2].
       sin: [batch, seq, features // 2].
+      cfg: its ``layout`` says which features form a pair.
     """
-    pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 2)
-    even, odd = pairs[..., 0], pairs[..., 1]
-    cos, sin = cos[..., None, :], sin[..., None, :]
-    turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
+    lead, cos, sin = x.shape[:-1], cos[..., None, :], sin[..., None, :]
+    axis = -1 if cfg.layout == "neighbours" else -2
+    pairs = x.astype(jnp.float32).reshape(*lead, *((-1, 2) if axis == -1 else (2, -1)))
+    first, second = jnp.moveaxis(pairs, axis, 0)
+    turned = jnp.stack([first * cos - second * sin, first * sin + second * cos], axis)
     return turned.reshape(x.shape).astype(x.dtype)

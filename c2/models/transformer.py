@@ -1,37 +1,20 @@
 """The decoder: parameter table, forward pass and parameter counts."""
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from c2.models import mla, moe, params, rope
+from c2.models import blocks, moe, mtp, params, rope
+from c2.models.blocks import Blocks, DenseLayer, MoELayer
+from c2.models.cache import Cache, Tokens, append, next_positions
 from c2.models.config import ModelConfig
-from c2.models.layers import MLP, mlp, mlp_spec, norm_spec, project, rms_norm
+from c2.models.layers import norm_spec, project, rms_norm
+from c2.models.mtp import MTP
 from c2.models.params import ParamSpec
-
-
-@struct.dataclass
-class DenseLayer:
-    """Attention and a dense feed-forward block; stacked over "layer" in `Params`."""
-
-    attention_norm: jax.Array
-    attention: mla.Attention
-    mlp_norm: jax.Array
-    mlp: MLP
-
-
-@struct.dataclass
-class MoELayer:
-    """Attention and a mixture-of-experts block; stacked over "layer" in `Params`."""
-
-    attention_norm: jax.Array
-    attention: mla.Attention
-    moe_norm: jax.Array
-    moe: moe.MoE
 
 
 @struct.dataclass
@@ -42,7 +25,8 @@ class Params:
     dense: DenseLayer | None
     moe: MoELayer | None
     norm: jax.Array  # [embed]
-    head: jax.Array  # [embed, vocab]
+    head: jax.Array | None  # [embed, vocab]; None if tied, see `head`
+    mtp: tuple[MTP, ...] = ()
 
 
 class Trunk(NamedTuple):
@@ -51,11 +35,13 @@ class Trunk(NamedTuple):
     Attributes:
       hidden: [batch, seq, embed] after the final norm.
       routes: int16 [batch, seq, moe_layer, top_k], -2 on padding.
+      cache: the given cache with the new tokens added, or None.
       expert_load: f32 [moe_layer, expert], assignments per expert.
     """
 
     hidden: jax.Array
     routes: jax.Array
+    cache: Cache | None
     expert_load: jax.Array
 
 
@@ -65,14 +51,16 @@ class Output(NamedTuple):
     logits: jax.Array
     hidden: jax.Array
     routes: jax.Array
+    cache: Cache | None
     metrics: dict[str, jax.Array]
 
 
 class ParamCount(NamedTuple):
     """Parameter counts: all of the model, used per token, and of one multi-token-prediction module.
 
-    Routing biases are not counted: they are state of the balancing rule. ``mtp`` counts what a
-    module as in DeepSeek-V3 section 2.2 would add (embedding and head are shared with the model).
+    Routing biases are not counted: they are state of the balancing rule. ``total`` and ``active``
+    are those of the model without modules; ``mtp`` is what one module adds or would add (embedding
+    and head are shared with the model).
     """
 
     total: int
@@ -81,31 +69,16 @@ class ParamCount(NamedTuple):
 
 
 def spec(cfg: ModelConfig) -> Params:
-    """The parameter table. Residual branches start smaller the deeper the model is."""
-    embed, gain_out = cfg.hidden, (2 * cfg.layers) ** -0.5
-    dense = DenseLayer(
-        attention_norm=norm_spec(embed),
-        attention=mla.spec(cfg, gain_out),
-        mlp_norm=norm_spec(embed),
-        mlp=mlp_spec(embed, cfg.dense_intermediate, gain_out),
-    )
+    """The parameter table."""
+    embed, vocab = cfg.hidden, cfg.vocab
     return Params(
-        embed=ParamSpec((cfg.vocab, embed), ("vocab", "embed"), gain=0.5),
-        dense=params.stack(dense, cfg.dense_layers) if cfg.dense_layers else None,
-        moe=params.stack(moe_layer_spec(cfg), cfg.moe_layers) if cfg.moe_layers else None,
+        # tied, it must be fit to be a head: unit logits from unit hidden states
+        embed=ParamSpec((vocab, embed), ("vocab", "embed"), gain=embed**-0.5 if cfg.tied else 0.5),
+        dense=params.stack(blocks.dense_spec(cfg), cfg.dense_layers) if cfg.dense_layers else None,
+        moe=params.stack(blocks.moe_spec(cfg), cfg.moe_layers) if cfg.moe_layers else None,
         norm=norm_spec(embed),
-        head=ParamSpec((embed, cfg.vocab), ("embed", "vocab"), fan_in=embed),
-    )
-
-
-def moe_layer_spec(cfg: ModelConfig) -> MoELayer:
-    """Parameter table of one mixture-of-experts layer."""
-    gain_out = (2 * cfg.layers) ** -0.5
-    return MoELayer(
-        attention_norm=norm_spec(cfg.hidden),
-        attention=mla.spec(cfg, gain_out),
-        moe_norm=norm_spec(cfg.hidden),
-        moe=moe.spec(cfg, gain_out),
+        head=None if cfg.tied else ParamSpec((embed, vocab), ("embed", "vocab"), fan_in=embed),
+        mtp=tuple(mtp.spec(cfg) for _ in range(cfg.mtp)),
     )
 
 
@@ -121,11 +94,32 @@ def abstract(cfg: ModelConfig) -> Params:
 
 def count(cfg: ModelConfig) -> ParamCount:
     """Counts parameters from the table alone."""
-    total = params.size(spec(cfg))
-    one_expert = 3 * cfg.hidden * cfg.moe.intermediate
-    idle = cfg.moe_layers * (cfg.moe.experts - cfg.moe.top_k) * one_expert
-    glue = 2 * cfg.hidden * cfg.hidden + 3 * cfg.hidden  # projection of two inputs, three norms
-    return ParamCount(total, total - idle, params.size(moe_layer_spec(cfg)) + glue)
+    total = params.size(spec(replace(cfg, mtp=0)))
+    idle = 0
+    if cfg.moe_layers:
+        idle_experts = cfg.moe_layers * (cfg.moe.experts - cfg.moe.top_k)
+        idle = idle_experts * 3 * cfg.hidden * cfg.moe.intermediate
+    return ParamCount(total, total - idle, params.size(mtp.spec(cfg)))
+
+
+def head(p: Params) -> jax.Array:
+    """The language-model head [embed, vocab]."""
+    return p.embed.T if p.head is None else p.head
+
+
+def init_cache(cfg: ModelConfig, batch: int, capacity: int) -> Cache:
+    """An empty cache for ``capacity`` tokens in each of ``batch`` rows."""
+    entry = blocks.kind_of_attention(cfg).cache_entry(cfg)
+
+    def empty(layers: int):
+        shape = (layers, batch, capacity)
+        return jax.tree.map(lambda s: jnp.zeros(shape + s.shape, s.dtype), entry)
+
+    return Cache(
+        dense=empty(cfg.dense_layers) if cfg.dense_layers else None,
+        moe=empty(cfg.moe_layers) if cfg.moe_layers else None,
+        length=jnp.zeros(batch, jnp.int32),
+    )
 
 
 def _remat(step: Callable, mode: str) -> Callable:
@@ -142,43 +136,50 @@ def trunk(
     *,
     positions: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
+    cache: Cache | None = None,
     routes: jax.Array | None = None,
-    attention: Callable = mla.attention,
+    attention: Callable = blocks.attention,
     experts: Callable = moe.moe,
 ) -> Trunk:
     """Runs the model up to the final norm; arguments as in `forward`."""
     batch, seq = tokens.shape
-    if positions is None:
-        positions = jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32), (batch, seq))
     if segment_ids is None:
         segment_ids = jnp.ones((batch, seq), jnp.int32)
     real = segment_ids > 0
-    info = mla.Tokens(*rope.tables(positions, cfg.rope, cfg.attention.rope), segment_ids)
+    if positions is None and cache is None:
+        positions = jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32), (batch, seq))
+    elif positions is None:
+        positions = next_positions(cache.length, real)
+    angles = rope.tables(positions, cfg.rope, cfg.attention.rotary)
+    info = Tokens(*angles, segment_ids, None if cache is None else cache.length)
+    layers = Blocks(cfg, info, attention, experts)
 
-    def attend(x, layer):
-        normed = rms_norm(x, layer.attention_norm, cfg.norm_eps)
-        return x + attention(normed, layer.attention, info, cfg)
+    def dense_layer(x, layer_and_past):
+        return layers.dense(x, *layer_and_past)
 
-    def dense_layer(x, layer: DenseLayer):
-        x = attend(x, layer)
-        return x + mlp(rms_norm(x, layer.mlp_norm, cfg.norm_eps), layer.mlp), None
-
-    def moe_layer(x, layer_and_routes):
-        layer, given = layer_and_routes
-        x = attend(x, layer)
-        normed = rms_norm(x, layer.moe_norm, cfg.norm_eps)
-        mixed, used = experts(normed, layer.moe, real, given, cfg)
-        return x + mixed, (used.astype(jnp.int16), moe.expert_load(used, cfg.moe.experts))
+    def moe_layer(x, layer_past_and_routes):
+        x, entry, used = layers.moe(x, *layer_past_and_routes)
+        return x, (entry, used.astype(jnp.int16), moe.expert_load(used, cfg.moe.experts))
 
     x = p.embed[tokens].astype(cfg.dtype)
+    old = Cache(None, None, None) if cache is None else cache
+    dense_entries = moe_entries = None
     if p.dense is not None:
-        x, _ = jax.lax.scan(_remat(dense_layer, cfg.remat), x, p.dense)
-    used = jnp.zeros((0, batch, seq, cfg.moe.top_k), jnp.int16)
-    load = jnp.zeros((0, cfg.moe.experts), jnp.float32)
+        x, dense_entries = jax.lax.scan(_remat(dense_layer, cfg.remat), x, (p.dense, old.dense))
     if p.moe is not None:
         given = None if routes is None else jnp.moveaxis(routes, 2, 0)
-        x, (used, load) = jax.lax.scan(_remat(moe_layer, cfg.remat), x, (p.moe, given))
-    return Trunk(rms_norm(x, p.norm, cfg.norm_eps), jnp.moveaxis(used, 0, 2), load)
+        scanned = (p.moe, old.moe, given)
+        x, (moe_entries, used, load) = jax.lax.scan(_remat(moe_layer, cfg.remat), x, scanned)
+    else:
+        top_k, num_experts = (cfg.moe.top_k, cfg.moe.experts) if cfg.moe else (0, 0)
+        used = jnp.zeros((0, batch, seq, top_k), jnp.int16)
+        load = jnp.zeros((0, num_experts), jnp.float32)
+    return Trunk(
+        hidden=rms_norm(x, p.norm, cfg.norm_eps),
+        routes=jnp.moveaxis(used, 0, 2),
+        cache=None if cache is None else append(cache, dense_entries, moe_entries, real),
+        expert_load=load,
+    )
 
 
 def forward(
@@ -188,8 +189,9 @@ def forward(
     *,
     positions: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
+    cache: Cache | None = None,
     routes: jax.Array | None = None,
-    attention: Callable = mla.attention,
+    attention: Callable = blocks.attention,
     experts: Callable = moe.moe,
 ) -> Output:
     """Computes next-token logits.
@@ -198,11 +200,15 @@ def forward(
       p: parameters.
       tokens: int [batch, seq].
       cfg: model configuration.
-      positions: int [batch, seq] for rotary embedding; by default 0, 1, 2, ...
+      positions: int [batch, seq] for rotary embedding; by default 0, 1, 2, ..., or those that
+        follow the cached tokens.
       segment_ids: int [batch, seq]; tokens attend within their segment, and 0 marks padding,
         which is routed to no expert. By default everything is one segment.
+      cache: from `init_cache` or an earlier call; ``tokens`` then go on where it ends, any number
+        at a time. Rows are one sequence each: of ``segment_ids`` only 0 or not matters, so
+        padding makes batches ragged. The result holds the longer cache. Donate it when jitting.
       routes: int [batch, seq, moe_layer, top_k] to replay instead of routing: -1 = real token
-        without a captured route (takes its own), -2 = padding. See `c2.models.moe.moe`.
+        without a captured route (takes its own), -2 = padding. See `c2.models.moe.replay`.
       attention: the attention function of every layer, with the signature of
         `c2.models.mla.attention`; pass your own to try a variant.
       experts: the mixture function, with the signature of `c2.models.moe.moe`.
@@ -210,8 +216,17 @@ def forward(
     Returns:
       `Output`; ``metrics["expert_load"]`` is f32 [moe_layer, expert].
     """
-    below = partial(trunk, attention=attention, experts=experts)(
-        p, tokens, cfg, positions=positions, segment_ids=segment_ids, routes=routes
+    below = trunk(
+        p,
+        tokens,
+        cfg,
+        positions=positions,
+        segment_ids=segment_ids,
+        cache=cache,
+        routes=routes,
+        attention=attention,
+        experts=experts,
     )
-    logits = project(below.hidden, p.head).astype(jnp.float32)
-    return Output(logits, below.hidden, below.routes, {"expert_load": below.expert_load})
+    logits = project(below.hidden, head(p)).astype(jnp.float32)
+    metrics = {"expert_load": below.expert_load}
+    return Output(logits, below.hidden, below.routes, below.cache, metrics)

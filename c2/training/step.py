@@ -46,7 +46,9 @@ def language_model_loss(
         positions=batch["positions"],
         segment_ids=batch["segment_ids"],
     )
-    loss = linear_cross_entropy(out.hidden, params.head, batch["targets"], batch["loss_mask"])
+    loss = linear_cross_entropy(
+        out.hidden, models.head(params), batch["targets"], batch["loss_mask"]
+    )
     return loss, {"expert_load": out.expert_load}
 
 
@@ -78,7 +80,7 @@ def balance_routers(params: models.Params, load: jax.Array, rate: float) -> mode
       rate: size of a move, up for experts below their layer's mean and down for those above
         (DeepSeek-V3 section 2.1.2).
     """
-    if params.moe is None:
+    if params.moe is None or params.moe.moe.bias is None:
         return params
     block = params.moe.moe
     bias = block.bias + rate * jnp.sign(load.mean(-1, keepdims=True) - load)

@@ -76,7 +76,7 @@ def test_rotation_multiplies_neighbouring_pairs_by_a_unit_complex_number():
     x = rng.normal(size=(2, 7, 3, 8)).astype(np.float32)
     positions = rng.integers(0, 1000, size=(2, 7))
     cfg = RopeConfig(theta=100.0)
-    got = np.asarray(rope.rotate(x, *rope.tables(jnp.asarray(positions), cfg, 8)))
+    got = np.asarray(rope.rotate(x, *rope.tables(jnp.asarray(positions), cfg, 8), cfg))
 
     angles = positions[..., None] * 100.0 ** (-np.arange(4) / 4)
     turned = (x[..., ::2] + 1j * x[..., 1::2]) * np.exp(1j * angles)[:, :, None]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from c2 import models
-from c2.models import mla, moe, params, presets, transformer
+from c2.models import blocks, mla, moe, params, presets
 
 
 # Derived by hand from the published shapes; equal to the unit to transformers' own count.
@@ -18,6 +18,8 @@ from c2.models import mla, moe, params, presets, transformer
         ("kimi_k2", 1_026_408_209_408, 32_861_477_888, 17_162_146_816),
         ("kimi_k25", 1_026_408_209_408, 32_861_477_888, 17_162_146_816),
         ("deepseek_v3", 671_026_404_352, 37_552_282_624, 11_610_067_968),
+        ("qwen3_30b_a3b", 30_532_122_624, 3_353_032_704, 631_515_392),
+        ("smollm2_135m", 134_515_008, 134_515_008, 4_205_376),
     ],
 )
 def test_counts_of_published_models(name, total, active, mtp):
@@ -121,8 +123,9 @@ def test_rows_without_captured_route_take_their_own(world):
 def test_own_attention_and_experts_take_the_place_of_the_built_in(world):
     p, _, run, forward, out = world
 
-    def doubled(x, layer, info, cfg):
-        return 2 * mla.attention(x, layer, info, cfg)
+    def doubled(x, layer, info, cfg, past):
+        mixed, entry = mla.attention(x, layer, info, cfg, past)
+        return 2 * mixed, entry
 
     def halved(x, layer, real, routes, cfg):
         mixed, used = moe.moe(x, layer, real, routes, cfg)
@@ -134,7 +137,7 @@ def test_own_attention_and_experts_take_the_place_of_the_built_in(world):
     def scaled(layer):
         attention = layer.attention
         layer = layer.replace(attention=attention.replace(out=2 * attention.out))
-        if isinstance(layer, transformer.DenseLayer):
+        if isinstance(layer, blocks.DenseLayer):
             return layer
         block, shared = layer.moe, layer.moe.shared
         shared = shared.replace(down=shared.down / 2)

@@ -16,10 +16,11 @@ import pytest
 from c2 import models
 from c2.losses.cross_entropy import token_log_probs
 from c2.models import MLAConfig, ModelConfig, MoEConfig, RopeConfig, YarnConfig
+from c2.models.blocks import DenseLayer, MoELayer
 from c2.models.layers import MLP
 from c2.models.mla import Attention
 from c2.models.moe import MoE
-from c2.models.transformer import DenseLayer, MoELayer, Params
+from c2.models.transformer import Params
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -1,0 +1,105 @@
+"""The two kinds of decoder layer: attention with a dense block, and with a mixture of experts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import struct
+
+from c2.models import gqa, mla, moe
+from c2.models.cache import Tokens
+from c2.models.config import MLAConfig, ModelConfig
+from c2.models.layers import MLP, mlp, mlp_spec, norm_spec, rms_norm
+
+
+@struct.dataclass
+class DenseLayer:
+    """Attention and a dense feed-forward block; stacked over "layer" in `Params`."""
+
+    attention_norm: jax.Array
+    attention: mla.Attention | gqa.Attention
+    mlp_norm: jax.Array
+    mlp: MLP
+
+
+@struct.dataclass
+class MoELayer:
+    """Attention and a mixture-of-experts block; stacked over "layer" in `Params`."""
+
+    attention_norm: jax.Array
+    attention: mla.Attention | gqa.Attention
+    moe_norm: jax.Array
+    moe: moe.MoE
+
+
+def kind_of_attention(cfg: ModelConfig):
+    """The module that implements ``cfg.attention``: `c2.models.mla` or `c2.models.gqa`."""
+    return mla if isinstance(cfg.attention, MLAConfig) else gqa
+
+
+def attention(x: jax.Array, p: Any, tokens: Tokens, cfg: ModelConfig, past: Any):
+    """The configured attention, see `c2.models.mla.attention`."""
+    return kind_of_attention(cfg).attention(x, p, tokens, cfg, past)
+
+
+def _gain_out(cfg: ModelConfig) -> float:
+    """Residual branches start smaller the deeper the model is."""
+    return (2 * cfg.layers) ** -0.5
+
+
+def dense_spec(cfg: ModelConfig) -> DenseLayer:
+    """Parameter table of one dense layer."""
+    return DenseLayer(
+        attention_norm=norm_spec(cfg.hidden),
+        attention=kind_of_attention(cfg).spec(cfg, _gain_out(cfg)),
+        mlp_norm=norm_spec(cfg.hidden),
+        mlp=mlp_spec(cfg.hidden, cfg.dense_intermediate, _gain_out(cfg)),
+    )
+
+
+def moe_spec(cfg: ModelConfig) -> MoELayer:
+    """Parameter table of one mixture-of-experts layer."""
+    return MoELayer(
+        attention_norm=norm_spec(cfg.hidden),
+        attention=kind_of_attention(cfg).spec(cfg, _gain_out(cfg)),
+        moe_norm=norm_spec(cfg.hidden),
+        moe=moe.spec(cfg, _gain_out(cfg)),
+    )
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What all layers of one forward pass share, and the functions that may be replaced.
+
+    Attributes:
+      cfg: model configuration.
+      tokens: positions and segments.
+      attention: with the signature of `c2.models.mla.attention`.
+      experts: with the signature of `c2.models.moe.moe`.
+    """
+
+    cfg: ModelConfig
+    tokens: Tokens
+    attention: Callable
+    experts: Callable
+
+    def dense(self, x: jax.Array, layer: DenseLayer, past: Any) -> tuple[jax.Array, Any]:
+        """One dense layer: x [batch, seq, embed] -> x, cache entry."""
+        x, entry = self._attend(x, layer, past)
+        return x + mlp(rms_norm(x, layer.mlp_norm, self.cfg.norm_eps), layer.mlp), entry
+
+    def moe(
+        self, x: jax.Array, layer: MoELayer, past: Any, routes: jax.Array | None
+    ) -> tuple[jax.Array, Any, jax.Array]:
+        """One mixture layer: x [batch, seq, embed] -> x, cache entry, routes used."""
+        x, entry = self._attend(x, layer, past)
+        normed = rms_norm(x, layer.moe_norm, self.cfg.norm_eps)
+        real = self.tokens.segment_ids > 0
+        mixed, used = self.experts(normed, layer.moe, real, routes, self.cfg)
+        return x + mixed, entry, used
+
+    def _attend(self, x, layer, past):
+        normed = rms_norm(x, layer.attention_norm, self.cfg.norm_eps)
+        mixed, entry = self.attention(normed, layer.attention, self.tokens, self.cfg, past)
+        return x + mixed, entry

@@ -279,6 +279,8 @@ def test_ctrl_c_says_how_to_resume(study, tmp_path):
         text=True,
         cwd=ROOT,
         env=environment,
+        # a background job's children are born deaf to it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         while process.stdout.readline() != "waiting\n":
             assert process.poll() is None

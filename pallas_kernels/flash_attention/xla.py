@@ -1,9 +1,10 @@
 """Blockwise causal attention in plain XLA: the CPU path.
 
-Queries are cut into blocks; block i sees keys 0..i, so the upper triangle is never computed, and
-its scores stay in cache. One batch row is processed at a time for the same reason. Inside, tokens
-are the last axis: that is the operand order for which XLA:CPU needs no copies. The backward
-pass recomputes probabilities from the saved log-sum-exp (Dao et al. 2022).
+A row's queries are cut into spans; span i sees keys 0..i, so the upper triangle is never computed.
+Spans are unrolled in the program, hence few, and long ones are walked through in strips. A strip
+of one head is all that exists of the score matrix at a time: it stays in cache, and memory is
+linear in the sequence length. Tokens are the last axis, the operand order for which XLA:CPU needs
+no copies. The backward pass recomputes probabilities from the saved log-sum-exp (Dao et al. 2022).
 """
 
 from functools import partial
@@ -12,66 +13,108 @@ import jax
 import jax.numpy as jnp
 
 MASKED = -1e30  # finite, so that a row without visible keys gives no NaN
-MIN_BLOCK = 64
-MAX_BLOCKS = 8  # blocks are unrolled in the program; longer rows get longer blocks
+MIN_STRIP = 64
+MAX_STRIP = 128
+SPANS = 8
 
 _dot = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
-def _blocks(seq: int) -> list[tuple[int, int]]:
-    size = max(MIN_BLOCK, -(-seq // MAX_BLOCKS))
-    return [(start, min(start + size, seq)) for start in range(0, seq, size)]
+def _spans(seq: int) -> list[tuple[int, int, int]]:
+    """(start, stop, strip) of each span; a strip divides its span if ``seq`` is legal."""
+    length = max(MIN_STRIP, -(-seq // SPANS))
+    if length > MAX_STRIP:
+        length += -length % MAX_STRIP
+    spans = [(start, min(start + length, seq)) for start in range(0, seq, length)]
+    return [(start, stop, min(MAX_STRIP, stop - start)) for start, stop in spans]
 
 
-def _mask(segment_ids, start, stop):
-    """What to add to scores of queries start..stop and keys 0..stop, f32 [query, key]."""
-    causal = jnp.arange(start, stop)[:, None] >= jnp.arange(stop)
-    visible = causal & (segment_ids[start:stop, None] == segment_ids[None, :stop])
+def _mask(segment_ids, first, strip, stop):
+    """What to add to scores of queries first..first+strip and keys 0..stop, f32 [query, key]."""
+    queries = jax.lax.dynamic_slice_in_dim(segment_ids, first, strip)
+    causal = first + jnp.arange(strip)[:, None] >= jnp.arange(stop)
+    visible = causal & (queries[:, None] == segment_ids[:stop])
     # computed once, not once per head and use, as fusion would have it
     return jax.lax.optimization_barrier(jnp.where(visible, 0.0, MASKED))
 
 
-def _forward_head(head, masks):
-    """One head of one row -> output f32 [seq, v], log-sum-exp f32 [seq]."""
-    q, k, v = head
-    outputs, lses = [], []
-    for (start, stop), mask in zip(_blocks(q.shape[1]), masks, strict=True):
-        scores = _dot("dq,dk->qk", q[:, start:stop], k[:, :stop]) + mask
+def _pick(array, head, first, size):
+    """array[head, :, first : first + size]."""
+    shape = (1, array.shape[1], size)
+    return jax.lax.dynamic_slice(array, (head, 0, first), shape)[0]
+
+
+def _add(array, head, value):
+    """Adds ``value`` to array[head, :, : value.shape[1]]."""
+    old = _pick(array, head, 0, value.shape[1])
+    return jax.lax.dynamic_update_slice(array, (old + value)[None], (head, 0, 0))
+
+
+def _walk(strip_of_head, segment_ids, heads, carry):
+    """Runs ``strip_of_head(carry, head, first, strip, stop, mask)`` over all strips and heads."""
+
+    def strip_at(first, strip, stop, carry):
+        mask = _mask(segment_ids, first, strip, stop)
+        return jax.lax.fori_loop(
+            0, heads, lambda h, c: strip_of_head(c, h, first, strip, stop, mask), carry
+        )
+
+    for start, stop, strip in _spans(segment_ids.shape[0]):
+        if stop - start == strip:
+            carry = strip_at(start, strip, stop, carry)
+        else:
+            carry = jax.lax.fori_loop(
+                0,
+                (stop - start) // strip,
+                lambda i, c, at=(start, strip, stop): strip_at(at[0] + i * at[1], *at[1:], c),
+                carry,
+            )
+    return carry
+
+
+def _forward_row(q, k, v, segment_ids):
+    """One row [heads, feature, seq] -> output f32 [heads, v, seq], log-sum-exp f32 [heads, seq]."""
+    heads, _, seq = q.shape
+
+    def strip_of_head(carry, head, first, strip, stop, mask):
+        out, lse = carry
+        keys, values = _pick(k, head, 0, stop), _pick(v, head, 0, stop)
+        scores = _dot("dq,dk->qk", _pick(q, head, first, strip), keys) + mask
         peak = scores.max(-1, keepdims=True)
         weights = jnp.exp(scores - peak)
         total = weights.sum(-1, keepdims=True)
-        outputs.append(_dot("qk,dk->qd", weights.astype(v.dtype), v[:, :stop]) / total)
-        lses.append((peak + jnp.log(total))[:, 0])
-    return jnp.concatenate(outputs), jnp.concatenate(lses)
+        mixed = _dot("qk,dk->qd", weights.astype(v.dtype), values) / total
+        lse = jax.lax.dynamic_update_slice(lse, (peak + jnp.log(total)).T, (head, first))
+        return jax.lax.dynamic_update_slice(out, mixed[None], (head, first, 0)), lse
+
+    empty = jnp.zeros((heads, seq, v.shape[1])), jnp.zeros((heads, seq))
+    return _walk(strip_of_head, segment_ids, heads, empty)
 
 
-def _backward_head(head, masks):
-    """Cotangents of one head of one row: dq f32 [seq, qk], dk and dv f32 [feature, seq]."""
-    q, k, v, lse, correction, d_out = head
-    dq = []
-    dk = jnp.zeros(k.shape, jnp.float32)
-    dv = jnp.zeros(v.shape, jnp.float32)
-    for (start, stop), mask in zip(_blocks(q.shape[1]), masks, strict=True):
-        scores = _dot("dq,dk->qk", q[:, start:stop], k[:, :stop]) + mask
-        weights = jnp.exp(scores - lse[start:stop, None])
-        d_weights = _dot("dq,dk->qk", d_out[:, start:stop], v[:, :stop])
-        d_scores = weights * (d_weights - correction[start:stop, None])
+def _backward_row(q, k, v, lse, correction, d_out, segment_ids):
+    """Cotangents of one row: dq f32 [heads, seq, qk], dk and dv f32 [heads, feature, seq]."""
+    heads, features, seq = q.shape
+
+    def strip_of_head(carry, head, first, strip, stop, mask):
+        dq, dk, dv = carry
+        queries, d_mixed = _pick(q, head, first, strip), _pick(d_out, head, first, strip)
+        keys, values = _pick(k, head, 0, stop), _pick(v, head, 0, stop)
+        of_queries = (head, first), (1, strip)
+        weights = jnp.exp(
+            _dot("dq,dk->qk", queries, keys) + mask - jax.lax.dynamic_slice(lse, *of_queries).T
+        )
+        d_weights = _dot("dq,dk->qk", d_mixed, values)
+        d_scores = weights * (d_weights - jax.lax.dynamic_slice(correction, *of_queries).T)
         weights, d_scores = weights.astype(v.dtype), d_scores.astype(q.dtype)
-        dv = dv.at[:, :stop].add(_dot("dq,qk->dk", d_out[:, start:stop], weights))
-        dk = dk.at[:, :stop].add(_dot("dq,qk->dk", q[:, start:stop], d_scores))
-        dq.append(_dot("qk,dk->qd", d_scores, k[:, :stop]))
-    return jnp.concatenate(dq), dk, dv
+        dv = _add(dv, head, _dot("dq,qk->dk", d_mixed, weights))
+        dk = _add(dk, head, _dot("dq,qk->dk", queries, d_scores))
+        dq = jax.lax.dynamic_update_slice(
+            dq, _dot("qk,dk->qd", d_scores, keys)[None], (head, first, 0)
+        )
+        return dq, dk, dv
 
-
-def _over_heads(f, segment_ids, *arrays):
-    """Maps ``f(head, masks)`` over batch and heads of arrays [batch, heads, ...], one at a time."""
-
-    def row(args):
-        segments, *arrays = args
-        masks = [_mask(segments, *block) for block in _blocks(segments.shape[0])]
-        return jax.lax.map(lambda head: f(head, masks), tuple(arrays))
-
-    return jax.lax.map(row, (segment_ids, *arrays))
+    zeros = jnp.zeros((heads, seq, features)), jnp.zeros(k.shape), jnp.zeros(v.shape)
+    return _walk(strip_of_head, segment_ids, heads, zeros)
 
 
 def _tokens_last(x):
@@ -79,16 +122,26 @@ def _tokens_last(x):
     return x.transpose(0, 2, 3, 1)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
 def flash_attention(q, k, v, segment_ids, scale):
     """See `pallas_kernels.flash_attention.flash_attention`."""
+    seq = segment_ids.shape[1]
+    pad = -seq % MAX_STRIP if seq > SPANS * MAX_STRIP else 0  # long rows are whole strips
+
+    def padded(x):  # at the end, where no token looks
+        return jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
+
+    return _attention(*map(padded, (q, k, v, segment_ids)), scale)[:, :seq]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attention(q, k, v, segment_ids, scale):
     return _forward(q, k, v, segment_ids, scale)[0]
 
 
 def _forward(q, k, v, segment_ids, scale):
     # scaling queries once is cheaper than scaling every score
     heads = _tokens_last(q * scale), _tokens_last(k), _tokens_last(v)
-    out, lse = _over_heads(_forward_head, segment_ids, *heads)
+    out, lse = jax.lax.map(lambda row: _forward_row(*row), (*heads, segment_ids))
     out = out.astype(v.dtype).transpose(0, 2, 1, 3)
     return out, (segment_ids, *heads, out, lse)
 
@@ -97,12 +150,12 @@ def _backward(scale, residuals, d_out):
     segment_ids, q, k, v, out, lse = residuals
     # sum_k p dp, the softmax Jacobian's rank-one term, from the outputs alone
     correction = jnp.einsum("bqhd,bqhd->bhq", out, d_out, preferred_element_type=jnp.float32)
-    arrays = (q, k, v, lse, correction, _tokens_last(d_out))
-    dq, dk, dv = _over_heads(_backward_head, segment_ids, *arrays)
+    rows = (q, k, v, lse, correction, _tokens_last(d_out), segment_ids)
+    dq, dk, dv = jax.lax.map(lambda row: _backward_row(*row), rows)
     dq = (dq * scale).astype(q.dtype).transpose(0, 2, 1, 3)
     dk = dk.astype(k.dtype).transpose(0, 3, 1, 2)
     dv = dv.astype(v.dtype).transpose(0, 3, 1, 2)
     return dq, dk, dv, None
 
 
-flash_attention.defvjp(_forward, _backward)
+_attention.defvjp(_forward, _backward)

@@ -38,6 +38,7 @@ def main(argv: list[str]) -> None:
     if unknown := sorted(set(names) - set(BENCHES)):
         sys.exit(_fail(f"unknown benchmark {unknown[0]!r}; known: {', '.join(BENCHES)}"))
     jax_setup.split_cpu()
+    jax_setup.release_compiler_memory()
     for name in names:
         bench = BENCHES[name]
         try:

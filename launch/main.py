@@ -207,6 +207,7 @@ def _run(
     with run_dir.opened(workdir, study, config, start) as folder:
         jax_setup.enable_compilation_cache()
         jax_setup.split_cpu()
+        jax_setup.release_compiler_memory()
         began = time.perf_counter()
         try:
             result = study.run(config, Run(workdir=workdir, console=console))

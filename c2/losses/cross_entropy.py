@@ -29,20 +29,23 @@ def linear_cross_entropy(
       f32 scalar. Divide by a denominator that is fixed before the step (`c2.training.step`), so
       that splitting a batch changes neither loss nor gradient.
     """
-    embed = hidden.shape[-1]
-    tokens = targets.size
-    pad = -tokens % min(chunk, tokens)
+    cut = partial(in_chunks, lead=targets.ndim, chunk=chunk)
+    weights = mask.astype(jnp.float32)
+    return _summed(cut(hidden), head.astype(hidden.dtype), cut(targets), cut(weights))
 
-    def chunked(x):
-        x = jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1))
-        return x.reshape(-1, min(chunk, tokens), *x.shape[1:])
 
-    return _summed(
-        chunked(hidden.reshape(-1, embed)),
-        head.astype(hidden.dtype),
-        chunked(targets.reshape(-1)),
-        chunked(mask.reshape(-1).astype(jnp.float32)),
-    )
+def in_chunks(x: jax.Array, *, lead: int, chunk: int) -> jax.Array:
+    """Cuts tokens into pieces for `jax.lax.scan`: [..., features] -> [chunks, chunk, features].
+
+    Args:
+      x: an array with ``lead`` token axes in front, and any others.
+      lead: how many axes count tokens.
+      chunk: tokens in a piece; all tokens if there are fewer. The last piece is filled with zeros.
+    """
+    x = x.reshape(-1, *x.shape[lead:])
+    size = min(chunk, len(x))
+    x = jnp.pad(x, [(0, -len(x) % size)] + [(0, 0)] * (x.ndim - 1))
+    return x.reshape(-1, size, *x.shape[1:])
 
 
 def token_log_probs(logits: jax.Array, targets: jax.Array) -> jax.Array:
@@ -51,23 +54,22 @@ def token_log_probs(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return jnp.take_along_axis(log_probs, targets[..., None], axis=-1)[..., 0]
 
 
-def _chunk_loss(hidden, head, targets, mask):
-    """Loss of one chunk, with its softmax and one-hot targets [tokens, vocab] for the gradient."""
+def _chunk_losses(hidden, head, targets):
+    """Losses [tokens] of a chunk; its softmax and one-hot targets [tokens, vocab] for gradients."""
     logits = _dot(hidden, head)
     peak = logits.max(-1, keepdims=True)
     unnormalised = jnp.exp(logits - peak)
     total = unnormalised.sum(-1, keepdims=True)
     hit = jnp.arange(logits.shape[-1]) == targets[:, None]
     at_target = jnp.where(hit, logits, 0).sum(-1)
-    nll = jnp.log(total[:, 0]) + peak[:, 0] - at_target
-    return (nll * mask).sum(), unnormalised / total, hit
+    return jnp.log(total[:, 0]) + peak[:, 0] - at_target, unnormalised / total, hit
 
 
 @jax.custom_vjp
 def _summed(hidden, head, targets, mask):
     def add(loss, chunk):
         h, t, m = chunk
-        return loss + _chunk_loss(h, head, t, m)[0], None
+        return loss + (_chunk_losses(h, head, t)[0] * m).sum(), None
 
     return jax.lax.scan(add, jnp.float32(0), (hidden, targets, mask))[0]
 
@@ -76,20 +78,21 @@ def _forward(hidden, head, targets, mask):
     def add(carry, chunk):
         loss, d_head = carry
         h, t, m = chunk
-        chunk_loss, probs, hit = _chunk_loss(h, head, t, m)
+        losses, probs, hit = _chunk_losses(h, head, t)
         d_logits = ((probs - hit) * m[:, None]).astype(h.dtype)
-        d_head = d_head + _dot(h.T, d_logits)
-        return (loss + chunk_loss, d_head), _dot(d_logits, head.T).astype(h.dtype)
+        # transposed in memory: XLA:CPU has no fast matmul for a transposed left side
+        d_head = d_head + _dot(jax.lax.optimization_barrier(h.T), d_logits)
+        d_hidden = _dot(d_logits, head.T).astype(h.dtype)
+        return (loss + (losses * m).sum(), d_head), (d_hidden, losses)
 
     start = (jnp.float32(0), jnp.zeros(head.shape, jnp.float32))
-    (loss, d_head), d_hidden = jax.lax.scan(add, start, (hidden, targets, mask))
-    return loss, (d_hidden, d_head.astype(head.dtype))
+    (loss, d_head), (d_hidden, losses) = jax.lax.scan(add, start, (hidden, targets, mask))
+    return loss, (d_hidden, d_head.astype(head.dtype), losses)
 
 
 def _backward(residuals, d_loss):
-    d_hidden, d_head = residuals
-    d_hidden = (d_hidden * d_loss).astype(d_hidden.dtype)
-    return d_hidden, (d_head * d_loss).astype(d_head.dtype), None, None
+    d_hidden, d_head, d_mask = (d * d_loss.astype(d.dtype) for d in residuals)
+    return d_hidden, d_head, None, d_mask
 
 
 _summed.defvjp(_forward, _backward)

@@ -88,6 +88,11 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.dot(a, b, preferred_element_type=jnp.float32)
 
 
+def _dot_transposed(a: jax.Array, b: jax.Array) -> jax.Array:
+    """``a.T @ b``, transposed in memory: XLA:CPU has no fast matmul for a transposed left side."""
+    return _dot(jax.lax.optimization_barrier(a.T), b)
+
+
 def _gather_slots(outputs: jax.Array, slot: jax.Array, top_k: int) -> jax.Array:
     """Rows of ``outputs`` [blocks, rows, embed] back in assignment order [tokens, top_k, embed]."""
     embed = outputs.shape[-1]
@@ -149,8 +154,8 @@ def _backward(residuals, d_mixed):
         # y . dy = act . (down dy): the weight's gradient without keeping y
         d_weight = _put(d_weight, jnp.sum(act * d_act, axis=-1), i)
         dx_rows = _put(dx_rows, _dot(d_hidden, _pick(gate_up, e).T).astype(x.dtype), i)
-        d_down = d_down.at[e].add(_dot((act * w).astype(x.dtype).T, dy))
-        d_gate_up = d_gate_up.at[e].add(_dot(_rows(x, p.token[i]).T, d_hidden))
+        d_down = d_down.at[e].add(_dot_transposed((act * w).astype(x.dtype), dy))
+        d_gate_up = d_gate_up.at[e].add(_dot_transposed(_rows(x, p.token[i]), d_hidden))
         return dx_rows, d_weight, d_gate_up, d_down
 
     start = (

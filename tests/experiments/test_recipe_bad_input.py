@@ -18,6 +18,7 @@ CODE = 'def f(x):\n    """Doubles."""\n    return 2 * x\n'
 def leave_jax_alone(monkeypatch):
     monkeypatch.setattr(jax_setup, "enable_compilation_cache", lambda: None)
     monkeypatch.setattr(jax_setup, "split_cpu", lambda: None)
+    monkeypatch.setattr(jax_setup, "release_compiler_memory", lambda: None)
 
 
 @pytest.fixture

@@ -82,7 +82,8 @@ def study(tmp_path, monkeypatch):
     path.write_text(STUDY)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr(jax_setup, "enable_compilation_cache", lambda: None)
+    for setting in ("enable_compilation_cache", "split_cpu", "release_compiler_memory"):
+        monkeypatch.setattr(jax_setup, setting, lambda: None)
     monkeypatch.setenv("COLUMNS", "120")
     return path
 
@@ -272,6 +273,8 @@ def test_ctrl_c_says_how_to_resume(study, tmp_path):
     words = (f"--config={study}", f"--workdir={tmp_path / 'w'}", "--config.fail=wait")
     command = [sys.executable, "-m", "launch.main", *words]
     environment = {**os.environ, "C2_CACHE_DIR": str(tmp_path / "cache")}
+    # if these tests are a background job, it ignores the signal, and so would its children
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -279,8 +282,6 @@ def test_ctrl_c_says_how_to_resume(study, tmp_path):
         text=True,
         cwd=ROOT,
         env=environment,
-        # a background job's children are born deaf to it
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         while process.stdout.readline() != "waiting\n":
             assert process.poll() is None
@@ -368,3 +369,22 @@ def test_git_revision(tmp_path):
     assert clean["dirty"] is False
     (tmp_path / "file").write_text("new")
     assert provenance.git_revision(tmp_path) == {**clean, "dirty": True}
+
+
+def test_compiler_memory_is_released_after_long_compilations():
+    """In a process of its own: listeners cannot be taken back."""
+    code = (
+        "import ctypes, types, jax\n"
+        "from launch import jax_setup\n"
+        "trims, events = [], []\n"
+        "ctypes.CDLL = lambda name: types.SimpleNamespace(malloc_trim=trims.append)\n"
+        "jax_setup.release_compiler_memory()\n"
+        "listen = lambda event, *_, **__: events.append(event)\n"
+        "jax.monitoring.register_event_duration_secs_listener(listen)\n"
+        "jax.jit(lambda x: x + 1)(1.0)\n"
+        "compiled = [e for e in events if e.endswith('backend_compile_duration')]\n"
+        "assert compiled and not trims, (events, trims)  # jax still sends it, and it was short\n"
+        "jax.monitoring.record_event_duration_secs(compiled[0], 2.0)\n"
+        "assert trims == [0], trims"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

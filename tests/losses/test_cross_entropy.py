@@ -23,15 +23,16 @@ def operands():
 
 
 def plain(hidden, head, targets, mask):
-    """Loss, d_hidden and d_head from the whole matrix of logits."""
+    """Loss, d_hidden, d_head and d_mask from the whole matrix of logits."""
     hidden, head = np.float64(hidden), np.float64(head)
     logits = hidden @ head
     probs = np.exp(logits - logits.max(-1, keepdims=True))
     probs /= probs.sum(-1, keepdims=True)
     hit = np.eye(head.shape[1])[targets]
     d_logits = (probs - hit) * mask[..., None]
-    loss = -(np.log((probs * hit).sum(-1)) * mask).sum()
-    return loss, d_logits @ head.T, np.einsum("abe,abv->ev", hidden, d_logits)
+    losses = -np.log((probs * hit).sum(-1))
+    d_head = np.einsum("abe,abv->ev", hidden, d_logits)
+    return (losses * mask).sum(), d_logits @ head.T, d_head, losses
 
 
 @cache
@@ -39,7 +40,7 @@ def loss_and_grads(chunk=256):
     def loss(*args):
         return linear_cross_entropy(*args, chunk=chunk)
 
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)), compiler_options=FAST_COMPILE)
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 3)), compiler_options=FAST_COMPILE)
 
 
 # one token a chunk; not dividing 75; dividing; all in one; larger than the batch
@@ -65,7 +66,7 @@ def test_the_cotangent_scales_the_gradient():
 
     got = jax.jit(jax.grad(scaled, argnums=(0, 1)), compiler_options=FAST_COMPILE)(hidden, head)
     _, base = loss_and_grads()(hidden, head, targets, mask)
-    for a, b in zip(got, base, strict=True):
+    for a, b in zip(got, base[:2], strict=True):
         np.testing.assert_array_equal(a, -0.25 * b)  # a power of two: exact
 
 
@@ -75,8 +76,8 @@ def test_masked_tokens_have_no_effect_by_a_bit(chunk):
     off = mask == 0
     garbage = np.where(off[..., None], np.float32(1e4), hidden)
     elsewhere = np.where(off, VOCAB + 5, targets)  # not even a word
-    loss, (d_hidden, d_head) = loss_and_grads(chunk)(hidden, head, targets, mask)
-    loss2, (d_hidden2, d_head2) = loss_and_grads(chunk)(garbage, head, elsewhere, mask)
+    loss, (d_hidden, d_head, _) = loss_and_grads(chunk)(hidden, head, targets, mask)
+    loss2, (d_hidden2, d_head2, _) = loss_and_grads(chunk)(garbage, head, elsewhere, mask)
     assert loss == loss2
     np.testing.assert_array_equal(d_head, d_head2)
     np.testing.assert_array_equal(d_hidden, d_hidden2)
@@ -85,7 +86,7 @@ def test_masked_tokens_have_no_effect_by_a_bit(chunk):
 
 def test_nothing_to_predict_is_no_loss():
     loss, grads = loss_and_grads()(*operands()[:3], np.zeros(SHAPE, np.float32))
-    assert loss == 0 and not any(np.asarray(grad).any() for grad in grads)
+    assert loss == 0 and not any(np.asarray(grad).any() for grad in grads[:2])
 
 
 def test_bf16_errs_by_roundings_of_the_gradient_only():
@@ -95,7 +96,7 @@ def test_bf16_errs_by_roundings_of_the_gradient_only():
     rounded = (np.asarray(x.astype(jnp.bfloat16), np.float32) for x in (hidden, head))
     exact, *exact_grads = plain(*rounded, targets, mask)
     np.testing.assert_allclose(loss, exact, rtol=1e-6)  # logits and sums are f32
-    assert [grad.dtype for grad in grads] == [jnp.bfloat16, jnp.float32]
+    assert [grad.dtype for grad in grads] == [jnp.bfloat16, jnp.float32, jnp.float32]
     for grad, exact_grad in zip(grads, exact_grads, strict=True):
         error = np.abs(np.asarray(grad, np.float32) - exact_grad).max()
         assert error < 2**-8 * np.abs(exact_grad).max()  # half a unit in bf16's last place

@@ -155,3 +155,53 @@ def test_gradient_reaches_the_router_and_not_the_bias(block, tiny_config):
     moved = [params.replace(router=params.router + s) for s in (step, -step)]
     ahead, behind = (loss_and_grad(p)[0] for p in moved)
     np.testing.assert_allclose((ahead - behind) / 2, jnp.vdot(grads.router, step), rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("row", "replayed"),
+    [
+        ([3, 0, 5], True),
+        ([7, 6, 5], True),
+        ([3, 0, OWN_ROUTE], False),
+        ([OWN_ROUTE] * 3, False),
+        ([NO_TOKEN] * 3, False),  # the token is real, whatever the route says
+        ([3, 0, NO_TOKEN], False),
+        ([3, 0, 8], False),  # there are 8 experts
+        ([3, 0, -3], False),
+        ([32767, 0, 1], False),
+        ([3, 0, 3], False),
+        ([5, 5, 5], False),
+    ],
+)
+def test_a_route_is_replayed_whole_or_not_at_all(row, replayed):
+    own = jnp.asarray([[1, 2, 4]])
+    used = moe.replay(jnp.asarray([row]), own, experts=8)
+    assert used.tolist() == ([row] if replayed else own.tolist())
+
+
+def test_the_router_learns_while_routes_are_replayed(block, tiny_config):
+    params, x, real = block
+    given = jnp.broadcast_to(jnp.asarray([0, 3, 6]), (2, 5, 3))
+
+    def loss(p):
+        return (moe.moe(x, p, real, given, tiny_config)[0] ** 2).sum()
+
+    grad = jax.jit(jax.grad(loss), compiler_options=FAST_COMPILE)(params).router
+    chosen = np.isin(np.arange(8), [0, 3, 6])
+    assert (np.abs(grad).max(0) > 0).tolist() == chosen.tolist()
+
+
+def test_softmax_scores_equal_numpy(block, tiny_config):
+    params, x, _ = block
+    m = replace(tiny_config.moe, scoring="softmax", bias=False, groups=1, top_groups=1, scale=1.0)
+    flat = x.reshape(-1, x.shape[-1])
+    scores = np.asarray(moe.score(flat, params.router, m))
+    logits = np.float64(flat) @ np.float64(params.router)
+    exact = np.exp(logits - logits.max(-1, keepdims=True))
+    exact /= exact.sum(-1, keepdims=True)
+    np.testing.assert_allclose(scores, exact, rtol=2e-5)
+    routes = moe.select(jnp.asarray(scores), None, m)
+    np.testing.assert_array_equal(routes, np.argsort(-exact, -1)[:, :3])
+    best = np.take_along_axis(exact, np.asarray(routes), -1)
+    weights = moe.gate(jnp.asarray(scores), routes, m)
+    np.testing.assert_allclose(weights, best / best.sum(-1, keepdims=True), rtol=2e-5)

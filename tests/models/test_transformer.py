@@ -10,6 +10,8 @@ import pytest
 from c2 import models
 from c2.models import blocks, mla, moe, params, presets
 
+FAST_COMPILE = {"xla_backend_optimization_level": 0}  # these programs run once or twice
+
 
 # Derived by hand from the published shapes; equal to the unit to transformers' own count.
 @pytest.mark.parametrize(
@@ -94,6 +96,25 @@ def test_replaying_own_routes_changes_no_bit(world):
     again = forward(p, out.routes)
     np.testing.assert_array_equal(again.routes, out.routes)
     np.testing.assert_array_equal(again.logits, out.logits)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_replay_changes_no_bit_while_training(world, tiny_config, remat):
+    p, batch, _, _, out = world
+    cfg = replace(tiny_config, remat=remat)
+    inputs = {"positions": batch["positions"], "segment_ids": batch["segment_ids"]}
+
+    def loss(p, routes):
+        logits = models.forward(p, batch["tokens"], cfg, routes=routes, **inputs).logits
+        return jnp.square(logits).mean(), logits
+
+    train = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=FAST_COMPILE)
+    nothing = np.full(out.routes.shape, moe.OWN_ROUTE, np.int16)
+    (_, own), own_grads = train(p, nothing)
+    (_, replayed), grads = train(p, out.routes)
+    np.testing.assert_array_equal(own, replayed)
+    jax.tree.map(np.testing.assert_array_equal, own_grads, grads)
+    assert np.asarray(grads.moe.moe.router).any()
 
 
 def test_replaying_other_routes_changes_the_result(world, tiny_config):

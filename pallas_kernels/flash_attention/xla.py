@@ -50,25 +50,34 @@ def _add(array, head, value):
     return jax.lax.dynamic_update_slice(array, (old + value)[None], (head, 0, 0))
 
 
+def _repeat(times, body, carry):
+    """`jax.lax.fori_loop`, but never as a scan.
+
+    Differentiating a scan over layers takes out of inner scans what does not depend on the layer
+    and stacks it: the masks of all strips, as large as a score matrix.
+    """
+
+    def step(state):
+        i, carry = state
+        return i + 1, body(i, carry)
+
+    return jax.lax.while_loop(lambda state: state[0] < times, step, (jnp.int32(0), carry))[1]
+
+
 def _walk(strip_of_head, segment_ids, heads, carry):
     """Runs ``strip_of_head(carry, head, first, strip, stop, mask)`` over all strips and heads."""
 
     def strip_at(first, strip, stop, carry):
         mask = _mask(segment_ids, first, strip, stop)
-        return jax.lax.fori_loop(
-            0, heads, lambda h, c: strip_of_head(c, h, first, strip, stop, mask), carry
-        )
+        return _repeat(heads, lambda h, c: strip_of_head(c, h, first, strip, stop, mask), carry)
 
     for start, stop, strip in _spans(segment_ids.shape[0]):
-        if stop - start == strip:
-            carry = strip_at(start, strip, stop, carry)
-        else:
-            carry = jax.lax.fori_loop(
-                0,
-                (stop - start) // strip,
-                lambda i, c, at=(start, strip, stop): strip_at(at[0] + i * at[1], *at[1:], c),
-                carry,
-            )
+
+        def strip_number(i, carry, start=start, stop=stop, strip=strip):
+            return strip_at(start + i * strip, strip, stop, carry)
+
+        strips = (stop - start) // strip
+        carry = strip_number(0, carry) if strips == 1 else _repeat(strips, strip_number, carry)
     return carry
 
 

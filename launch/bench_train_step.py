@@ -6,46 +6,32 @@ implementation on CPU (`grouped_mm`) and fused AdamW: same architecture, batch a
 
 import importlib.util
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
+from launch.bench_case import Case, Step, timed
+
 ROWS, CONTEXT, VOCAB = 8, 512, 4096
-TOKENS = ROWS * CONTEXT
-PEER = "transformers"
-SLOW_SECONDS = 10.0  # a side whose first step takes longer is not warmed up a second time
-
-Step = Callable[[], float]  # runs one step, returns its seconds
+PEER, UNIT, SAME_WORK = "transformers", "tokens", True
 
 
-def sides(dtypes: Sequence[str]) -> dict[str, Callable[[], Step]]:
-    """Side -> function that builds it, warms it up and returns its timed step."""
+def cases(dtypes: Sequence[str]) -> dict[str, Case]:
+    """A case per precision."""
     # found but not imported: torch must not count as memory of our side
     for name in ("torch", "transformers"):
         if importlib.util.find_spec(name) is None:
             raise ImportError(f"no module named {name!r}")
-    made = {}
-    for dtype in dtypes:
-        made[f"ours {dtype}"] = lambda dtype=dtype: _ours(dtype)
-        made[f"{PEER} {dtype}"] = lambda dtype=dtype: _peer(dtype)
-    return made
+    return {
+        dtype: Case(partial(_ours, dtype), partial(_peer, dtype), ROWS * CONTEXT)
+        for dtype in dtypes
+    }
 
 
 def _tokens() -> np.ndarray:
     rng = np.random.default_rng(0)
     return rng.integers(0, VOCAB, (ROWS, CONTEXT + 1), dtype=np.int32)
-
-
-def _timed(step: Callable[[], object]) -> Step:
-    def run() -> float:
-        began = time.perf_counter()
-        step()
-        return time.perf_counter() - began
-
-    if run() < SLOW_SECONDS:
-        run()
-    return run
 
 
 def _ours(dtype: str) -> Step:
@@ -85,7 +71,7 @@ def _ours(dtype: str) -> Step:
         state, metrics = train_step(state, meshes.shard_rows(batch, mesh))
         jax.block_until_ready((state, metrics))
 
-    return _timed(step)
+    return timed(step)
 
 
 def _peer(dtype: str) -> Step:
@@ -128,4 +114,4 @@ def _peer(dtype: str) -> Step:
         optimizer.step()
         optimizer.zero_grad()
 
-    return _timed(step)
+    return timed(step)

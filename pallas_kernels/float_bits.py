@@ -12,8 +12,9 @@ roughly right; the comment there says which.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-INF = 0x7F800000
+INF, NAN = 0x7F800000, 0x7FC00000
 ONE = 0x3F800000
 MIN_NORMAL = 0x00800000
 E4M3_MAX = 448.0
@@ -24,7 +25,7 @@ _DIGIT = 13  # bits of a quotient that one step of the division finds
 
 def pattern(value: float) -> int:
     """Bits of a non-negative f32 constant."""
-    return int(jnp.float32(value).view(jnp.int32))
+    return int(np.float32(value).view(np.int32))
 
 
 def native_bits(x: jax.Array) -> jax.Array:
@@ -42,6 +43,14 @@ def widen(bits: jax.Array) -> jax.Array:
     """Bits of bf16 or f32 numbers -> bits of the same numbers in f32, int32."""
     # a bf16 is the upper half of an f32; a float conversion might flush subnormal numbers
     return bits.astype(jnp.int32) << 16 if bits.dtype.itemsize == 2 else bits
+
+
+def narrow(patterns: list[jax.Array], dtype: jnp.dtype) -> list[jax.Array]:
+    """Rounds patterns down to those of bf16 if that is the dtype.
+
+    A bf16 number exceeds an f32 number if and only if its bits exceed the narrowed pattern.
+    """
+    return [(p >> 16).astype(jnp.int16) if dtype == jnp.bfloat16 else p for p in patterns]
 
 
 def magnitude(bits: jax.Array) -> jax.Array:
@@ -62,8 +71,7 @@ def from_float(x: jax.Array) -> jax.Array:
 def decompose(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Finite patterns -> (m, e) of the numbers m * 2**e with 2**23 <= m < 2**24.
 
-    Zero comes out as 2**-276, far below half of the least f32: all that is derived from it by one
-    multiplication or division by a number within the range of f32 rounds as zero would.
+    Zero has no such form and comes out as 2**-276, below all f32 numbers.
     """
     subnormal = bits < MIN_NORMAL  # m * 2**-149 with m < 2**23, which converts without rounding
     normal = jnp.where(subnormal, from_float(bits.astype(jnp.float32)), bits)
@@ -71,21 +79,25 @@ def decompose(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
     return normal & _MANTISSA | MIN_NORMAL, exponent
 
 
-def compose(m: jax.Array, e: jax.Array, width: int, *, up: bool = False) -> jax.Array:
+def compose(m: jax.Array, e: jax.Array, width: int, *, down: bool = False) -> jax.Array:
     """Pattern of m * 2**e, rounded once to f32, subnormal numbers included.
 
     Args:
       m: int32 in [2**(width - 1), 2**(width + 1)).
       e: int32, such that the result is finite.
-      width: at least 26, or 24 for rounding up; at most 27.
-      up: rounds to the least f32 not below, instead of to nearest with ties to even.
+      width: at least 26, or 24 for rounding down; at most 27.
+      down: rounds to the greatest f32 not above, instead of to nearest with ties to even.
     """
     drop = jnp.maximum(width + (m >> width) - 24, -149 - e)
-    drop = jnp.minimum(drop, 30)  # more than enough to leave nothing of 28 bits
-    below = (1 << drop) - 1
-    m = m + (below if up else (below >> 1) + (m >> drop & 1)) >> drop
+    shift = jnp.minimum(drop, 30)  # leaves nothing of 28 bits, rounded or not
+    if not down:
+        m += (1 << shift - 1) - 1 + (m >> shift & 1)
     # the leading bit of m, if it has all 24, counts one exponent up
-    return (e + drop + 149 << 23) + m
+    return (e + drop + 149 << 23) + (m >> shift)
+
+
+def _reciprocal(x: jax.Array) -> jax.Array:
+    return 1 / x
 
 
 def divide(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -98,11 +110,11 @@ def divide(x: jax.Array, y: jax.Array) -> jax.Array:
     the second; three comparisons settle it.
 
     Args:
-      x: int32 patterns, finite; zero gives zero if y >= 2**-149.
+      x: int32 patterns, finite.
       y: int32 patterns, finite and positive; the quotient must be finite.
     """
     (m, e), (divisor, divisor_e) = decompose(x), decompose(y)
-    reciprocal = (1 << _DIGIT) / divisor.astype(jnp.float32)
+    reciprocal = _reciprocal(divisor.astype(jnp.float32)) * 2.0**_DIGIT
     quotient, rest = jnp.zeros_like(m), m
     for _ in range(2):
         digit = (rest.astype(jnp.float32) * reciprocal).astype(jnp.int32)
@@ -117,7 +129,7 @@ def divide(x: jax.Array, y: jax.Array) -> jax.Array:
     # Rounding to odd at 26 bits or more: the later rounding to 24 sees the exact quotient's side
     # of every tie (Boldo and Melquiond, 2008).
     quotient = jnp.where(inexact, quotient | 1, quotient)
-    return compose(quotient, e - divisor_e - 2 * _DIGIT, 26)
+    return jnp.where(x == 0, 0, compose(quotient, e - divisor_e - 2 * _DIGIT, 26))
 
 
 def encode_e4m3(bits: jax.Array) -> jax.Array:
@@ -138,3 +150,25 @@ def decode_e4m3(codes: jax.Array) -> jax.Array:
     value = jnp.where(low < 8, low.astype(jnp.float32) * 2.0**-9, normal)
     value = jnp.where(low == E4M3_NAN, jnp.nan, value)
     return jnp.where(codes >= 0x80, -value, value)
+
+
+def decode_e2m1(codes: jax.Array) -> jax.Array:
+    """E2M1 codes below 16, any integer dtype -> f32; exact."""
+    codes = codes.astype(jnp.int32)
+    low = codes & 7
+    value = jnp.where(low < 2, low.astype(jnp.float32) * 0.5, as_float((low << 22) + (126 << 23)))
+    return jnp.where(codes >= 8, -value, value)
+
+
+def pack_nibbles(codes: jax.Array) -> jax.Array:
+    """Uint8 codes below 16 [..., n] -> bytes [..., n // 2], the even code in the low nibble."""
+    pairs = codes.reshape(*codes.shape[:-1], codes.shape[-1] // 2, 2)
+    words = jax.lax.bitcast_convert_type(pairs, jnp.uint16)  # the first code is the low byte
+    return (words | words >> 4).astype(jnp.uint8)
+
+
+def unpack_nibbles(packed: jax.Array) -> jax.Array:
+    """Inverse of `pack_nibbles`: uint8 [..., n] -> [..., 2 * n]."""
+    return jnp.stack([packed & 15, packed >> 4], axis=-1).reshape(
+        *packed.shape[:-1], 2 * packed.shape[-1]
+    )

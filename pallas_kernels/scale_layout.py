@@ -11,7 +11,7 @@ def swizzle(scales: jax.Array) -> jax.Array:
 
     Within a tile, byte ``(r % 32) * 16 + (r // 32) * 4 + c`` belongs to row r and block c: the
     layout of scale operands in cuBLAS and of ``tcgen05.mma``'s block scales. Scales that a
-    collective has to move, or that belong to ragged groups, are swizzled afterwards, group by group.
+    collective has to move are swizzled after it, those of ragged groups group by group.
 
     Args:
       scales: uint8 [rows, blocks].

@@ -7,7 +7,7 @@ import numpy as np
 
 from c2.data.prepare import Prepared
 from c2.training.metrics import read_columns
-from experiments import plotting
+from experiments import mtp_report, plotting
 from experiments.study import Claim, Figure, Result, Run, new_figure
 
 HELD_OUT = "held_out_{window}/"  # prefix of the metrics of one evaluation window
@@ -50,21 +50,31 @@ def summarise(config: Any, data: Prepared, run: Run) -> Result:
             draw_held_out(config, run, stages, compressed),
             draw_expert_load(run, columns),
         ]
+    claims = judge(config, columns, stages, line, len(tokens), compressed)
+    tables = {
+        f"Held-out package `{config.data.held_out}`, bits per byte": stages,
+        "Phases": phase_table(config, columns),
+        "Corpus": data.corpus.table(),
+    }
+    metrics = {
+        "log_linear/slope": line.slope,
+        "log_linear/r2": line.r2,
+        "held_out/bits_per_byte": stages[-1][_window(config.evaluation.windows[0])],
+        "held_out/gzip_bits_per_byte": compressed,
+    }
+    if mtp_report.first_step(config) is not None:
+        drafts = mtp_report.by_stage(config, columns)
+        claims += mtp_report.judge(config, drafts, stages)
+        tables["Drafts of the prediction module, held-out package"] = drafts
+        metrics[mtp_report.ACCEPTANCE] = drafts[-1]["acceptance"]
+        with plotting.style():
+            figures.append(mtp_report.draw(config, run, columns))
     return Result(
         summary=_summary(config, stages, line, compressed),
-        claims=judge(config, columns, stages, line, len(tokens), compressed),
+        claims=claims,
         figures=figures,
-        tables={
-            f"Held-out package `{config.data.held_out}`, bits per byte": stages,
-            "Phases": phase_table(config, columns),
-            "Corpus": data.corpus.table(),
-        },
-        metrics={
-            "log_linear/slope": line.slope,
-            "log_linear/r2": line.r2,
-            "held_out/bits_per_byte": stages[-1][_window(config.evaluation.windows[0])],
-            "held_out/gzip_bits_per_byte": compressed,
-        },
+        tables=tables,
+        metrics=metrics,
     )
 
 
@@ -107,6 +117,7 @@ def phase_table(config: Any, columns: Columns) -> list[dict[str, Any]]:
         rows.append(
             {
                 "phase": phase.name,
+                "trains": _trains(phase),
                 "steps": phase.steps,
                 "context": phase.context,
                 "tokens": int(seen[1] - seen[0]),
@@ -158,8 +169,10 @@ def judge(
             note="worst layer, mean of the last 10 reports; there is no auxiliary loss",
         ),
     ]
-    if short != long and len(stages) > 2:
-        before, after = stages[1][long], stages[2][long]
+    main = config.phases[0].context
+    longer = [number for number, phase in enumerate(config.phases) if phase.context > main]
+    if short != long and longer:
+        before, after = stages[longer[0]][long], stages[longer[0] + 1][long]
         claims.append(
             Claim(
                 statement=f"The phase at longer context lowers bits per byte at {long}: change",
@@ -177,6 +190,7 @@ def draw_loss(config: Any, run: Run, columns: Columns, line: Line) -> Figure:
     """Loss against tokens on a log axis, with the fitted line."""
     figure, axes = new_figure(width=7.6, height=4.2)
     steps, loss = columns["loss"]
+    loss = np.where(_main_frozen(config, steps), np.nan, loss)  # there it is the module's
     axes.plot(_tokens_at(columns, steps), loss, color=plotting.SKY, linewidth=1, alpha=0.9)
     window = config.evaluation.windows[0]
     steps, held_out = columns[HELD_OUT.format(window=window) + "nats_per_token"]
@@ -210,7 +224,7 @@ def draw_loss(config: Any, run: Run, columns: Columns, line: Line) -> Figure:
         "loss",
         caption="Loss against training tokens, log axis. The line is fitted to the held-out "
         "evaluations of the main phase after warm-up. Training loss of the last phase counts "
-        "solutions only, so it is another quantity.",
+        "solutions only, so it is another quantity; it is not drawn where the model is frozen.",
     )
 
 
@@ -252,23 +266,26 @@ def draw_expert_load(run: Run, columns: Columns) -> Figure:
     """Load of every expert at the end, and the imbalance over time."""
     figure, (left, right) = new_figure(1, 2, width=4.6, height=3.2)
     steps, load = columns["expert_load"]
-    share = load[-10:].mean(0)
-    share = share / share.mean(-1, keepdims=True)  # [moe_layer, expert]
+    layers = {f"layer {n}": (steps, load[:, n]) for n in range(load.shape[1])}
+    if "mtp_expert_load" in columns:
+        steps, load = columns["mtp_expert_load"]
+        layers["mtp"] = steps, load[:, 0]
+    share = np.array([load[-10:].mean(0) for _, load in layers.values()])
+    share = share / share.mean(-1, keepdims=True)  # [layer, expert]
     image = left.imshow(share, aspect="auto", vmin=0, vmax=2, cmap="RdBu_r")
     for layer, expert in np.ndindex(share.shape):
-        left.text(
-            expert, layer, f"{share[layer, expert]:.2f}", ha="center", va="center", fontsize=8
-        )
+        value = share[layer, expert]
+        color = plotting.INK if abs(value - 1) < 0.7 else "white"
+        text = f"{value:.2f}"
+        left.text(expert, layer, text, ha="center", va="center", fontsize=8, color=color)
     left.set_xticks(range(share.shape[1]))
-    left.set_yticks(range(share.shape[0]))
+    left.set_yticks(range(share.shape[0]), list(layers))
     left.set_xlabel("expert")
-    left.set_ylabel("mixture layer")
     left.grid(visible=False)
     left.set_title("Load over mean, last 10 reports")
     figure.colorbar(image, ax=left, shrink=0.8)
-    for layer in range(load.shape[1]):
-        imbalance = load[:, layer].max(-1) / load[:, layer].mean(-1)
-        right.plot(steps, imbalance, linewidth=1.2, label=f"layer {layer}")
+    for name, (steps, load) in layers.items():
+        right.plot(steps, load.max(-1) / load.mean(-1), linewidth=1.2, label=name)
     right.axhline(1, color=plotting.GREY, linewidth=0.8, linestyle=":")
     right.set_xlabel("step")
     right.set_ylabel("busiest expert over mean")
@@ -280,6 +297,19 @@ def draw_expert_load(run: Run, columns: Columns) -> Figure:
         caption="Assignments per expert relative to the layer's mean (1 is perfect balance), and "
         "the busiest expert of each layer over time. Balance comes from selection biases alone.",
     )
+
+
+def _trains(phase: Any) -> str:
+    if phase.mtp is None:
+        return "model"
+    return "both" if phase.trains_main else "module"
+
+
+def _main_frozen(config: Any, steps: np.ndarray) -> np.ndarray:
+    """Whether each of ``steps`` trained the prediction module alone, bool [step]."""
+    ends = np.cumsum([phase.steps for phase in config.phases])
+    frozen = np.array([not phase.trains_main for phase in config.phases])
+    return frozen[np.minimum(np.searchsorted(ends, steps), len(ends) - 1)]
 
 
 def _window(tokens: int) -> str:

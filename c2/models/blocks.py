@@ -43,6 +43,15 @@ def attention(x: jax.Array, p: Any, tokens: Tokens, cfg: ModelConfig, past: Any)
     return kind_of_attention(cfg).attention(x, p, tokens, cfg, past)
 
 
+def remat(layer: Callable, mode: str, *, scanned: bool) -> Callable:
+    """A layer's function that keeps for the backward pass what ``ModelConfig.remat`` says."""
+    if mode == "none":
+        return layer
+    policies = {"full": None, "dots": jax.checkpoint_policies.dots_saveable}
+    # a scan keeps XLA from merging the two computations by itself
+    return jax.checkpoint(layer, policy=policies[mode], prevent_cse=not scanned)
+
+
 def _gain_out(cfg: ModelConfig) -> float:
     """Residual branches start smaller the deeper the model is."""
     return (2 * cfg.layers) ** -0.5

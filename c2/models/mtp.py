@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from c2.models import moe, rope
-from c2.models.blocks import Blocks, DenseLayer, MoELayer, attention, dense_spec, moe_spec
+from c2.models.blocks import Blocks, DenseLayer, MoELayer, attention, dense_spec, moe_spec, remat
 from c2.models.cache import Tokens
 from c2.models.config import ModelConfig
 from c2.models.layers import norm_spec, project, rms_norm
@@ -87,8 +87,8 @@ def trunk(
         state = rms_norm(hidden, p.hidden_norm, cfg.norm_eps)
         x = project(jnp.concatenate([token, state], axis=-1), p.merge)
     if isinstance(p.layer, MoELayer):
-        x, _, used = blocks.moe(x, p.layer, None, routes)
+        x, _, used = remat(blocks.moe, cfg.remat, scanned=False)(x, p.layer, None, routes)
     else:
-        x, _ = blocks.dense(x, p.layer, None)
+        x, _ = remat(blocks.dense, cfg.remat, scanned=False)(x, p.layer, None)
         used = jnp.zeros((*tokens.shape, 0), jnp.int32)
     return rms_norm(x, p.norm, cfg.norm_eps), used.astype(jnp.int16)

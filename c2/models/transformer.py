@@ -122,13 +122,6 @@ def init_cache(cfg: ModelConfig, batch: int, capacity: int) -> Cache:
     )
 
 
-def _remat(step: Callable, mode: str) -> Callable:
-    if mode == "none":
-        return step
-    policies = {"full": None, "dots": jax.checkpoint_policies.dots_saveable}
-    return jax.checkpoint(step, policy=policies[mode], prevent_cse=False)
-
-
 def trunk(
     p: Params,
     tokens: jax.Array,
@@ -165,11 +158,12 @@ def trunk(
     old = Cache(None, None, None) if cache is None else cache
     dense_entries = moe_entries = None
     if p.dense is not None:
-        x, dense_entries = jax.lax.scan(_remat(dense_layer, cfg.remat), x, (p.dense, old.dense))
+        layer = blocks.remat(dense_layer, cfg.remat, scanned=True)
+        x, dense_entries = jax.lax.scan(layer, x, (p.dense, old.dense))
     if p.moe is not None:
         given = None if routes is None else jnp.moveaxis(routes, 2, 0)
-        scanned = (p.moe, old.moe, given)
-        x, (moe_entries, used, load) = jax.lax.scan(_remat(moe_layer, cfg.remat), x, scanned)
+        layer = blocks.remat(moe_layer, cfg.remat, scanned=True)
+        x, (moe_entries, used, load) = jax.lax.scan(layer, x, (p.moe, old.moe, given))
     else:
         top_k, num_experts = (cfg.moe.top_k, cfg.moe.experts) if cfg.moe else (0, 0)
         used = jnp.zeros((0, batch, seq, top_k), jnp.int16)

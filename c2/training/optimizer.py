@@ -7,6 +7,7 @@ import jax
 import optax
 
 from c2.config import ConfigError
+from c2.models import Params
 from c2.models.params import trainable_mask
 
 
@@ -50,7 +51,9 @@ class OptimizerConfig:
 
 
 def schedule(phases: list[tuple[ScheduleConfig, int]]) -> optax.Schedule:
-    """Joins the schedules of consecutive phases, given as (schedule, steps)."""
+    """Joins the schedules of consecutive phases, (schedule, steps) each; 0 without phases."""
+    if not phases:
+        return optax.constant_schedule(0.0)
     parts, borders, start = [], [], 0
     for cfg, steps in phases:
         parts.append(_phase_schedule(cfg, steps))
@@ -92,3 +95,30 @@ def make(
         ),
     )
     return optax.partition({True: adamw, False: optax.set_to_zero()}, trainable_mask(specs))
+
+
+def by_part(
+    main: optax.GradientTransformation, mtp: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """One optimizer for the main model and one for its multi-token-prediction modules.
+
+    Gradients may be of one part alone, the rest of the tree being None: the other optimizer's state
+    stays as it is, its moments and its step count too. Each part is clipped by its own norm, so
+    modules that send no gradient into the main model do not change its training by a bit.
+    """
+
+    def init(params: Params):
+        return {"main": main.init(params.replace(mtp=())), "mtp": mtp.init(params.mtp)}
+
+    def update(grads: Params, state, params: Params):
+        updates, state = grads, dict(state)
+        if grads.embed is not None:
+            without = [tree.replace(mtp=()) for tree in (grads, params)]
+            found, state["main"] = main.update(without[0], state["main"], without[1])
+            updates = found.replace(mtp=updates.mtp)
+        if grads.mtp:
+            found, state["mtp"] = mtp.update(grads.mtp, state["mtp"], params.mtp)
+            updates = updates.replace(mtp=found)
+        return updates, state
+
+    return optax.GradientTransformation(init, update)

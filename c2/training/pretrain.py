@@ -11,6 +11,7 @@ from functools import partial
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -21,10 +22,13 @@ from c2.data.packing import pack
 from c2.data.pipeline import batches
 from c2.data.prepare import Prepared
 from c2.losses.cross_entropy import token_log_probs
-from c2.models import ModelConfig, YarnConfig
+from c2.models import ModelConfig, YarnConfig, mtp, speculative
+from c2.models.layers import project
 from c2.parallel import mesh as meshes
+from c2.training import optimizer as optimizers
 from c2.training.loop import Phase, StepFn
-from c2.training.optimizer import ScheduleConfig, schedule
+from c2.training.objective import MTPConfig
+from c2.training.optimizer import OptimizerConfig, ScheduleConfig, schedule
 from c2.training.step import TrainState, make_train_step
 
 
@@ -41,6 +45,7 @@ class PhaseConfig:
       data: "code" trains on whole documents, "fine_tuning" on instruction and solution pairs
         made from them, with loss on the solutions only.
       yarn: rotary scaling from this phase on the model's own; none keeps the model's.
+      mtp: how the multi-token-prediction module is trained; none leaves it out of the phase.
       micro_batches: gradient accumulation; does not change the result.
     """
 
@@ -51,6 +56,7 @@ class PhaseConfig:
     learning_rate: ScheduleConfig
     data: Literal["code", "fine_tuning"] = "code"
     yarn: YarnConfig | None = None
+    mtp: MTPConfig | None = None
     micro_batches: int = 1
 
     def __post_init__(self):
@@ -69,6 +75,11 @@ class PhaseConfig:
                 f"steps = {self.steps}"
             )
 
+    @property
+    def trains_main(self) -> bool:
+        """Whether the main model learns, too."""
+        return self.mtp is None or self.mtp.joint_weight is not None
+
 
 def phase_model(cfg: ModelConfig, phase: PhaseConfig) -> ModelConfig:
     """The model as a phase runs it: only rotary scaling can differ, so parameters fit all phases.
@@ -80,9 +91,20 @@ def phase_model(cfg: ModelConfig, phase: PhaseConfig) -> ModelConfig:
     return replace(cfg, rope=replace(cfg.rope, yarn=phase.yarn))
 
 
-def learning_rate(phases: Sequence[PhaseConfig]) -> optax.Schedule:
-    """The schedule over all phases."""
-    return schedule([(phase.learning_rate, phase.steps) for phase in phases])
+def make_optimizer(
+    cfg: OptimizerConfig, phases: Sequence[PhaseConfig], model: ModelConfig
+) -> optax.GradientTransformation:
+    """The optimizer of all phases: each part of the model counts the steps that train it."""
+
+    def adamw(table, taking_part: Sequence[PhaseConfig]) -> optax.GradientTransformation:
+        rates = schedule([(phase.learning_rate, phase.steps) for phase in taking_part])
+        return optimizers.make(cfg, rates, table)
+
+    table = models.spec(model)
+    return optimizers.by_part(
+        main=adamw(table.replace(mtp=()), [phase for phase in phases if phase.trains_main]),
+        mtp=adamw(table.mtp, [phase for phase in phases if phase.mtp is not None]),
+    )
 
 
 def choose_mesh(phases: Sequence[PhaseConfig]) -> Mesh:
@@ -109,7 +131,7 @@ def make_phases(
       phases: in order.
       cfg: the model before any phase changes its rotary scaling.
       data: the prepared corpus.
-      optimizer: built for `learning_rate(phases)`.
+      optimizer: from `make_optimizer`.
       mesh: the devices.
       seed: of the order of the data; every phase derives its own.
       bias_update_rate: see `c2.training.step.balance_routers`.
@@ -127,6 +149,7 @@ def make_phases(
             mesh,
             micro_batches=phase.micro_batches,
             bias_update_rate=bias_update_rate,
+            module=phase.mtp,
         )
         made.append(
             Phase(
@@ -177,3 +200,46 @@ def log_prob_fn(params: models.Params, cfg: ModelConfig) -> Callable[[np.ndarray
 def _log_probs(params, tokens, cfg):
     logits = models.forward(params, tokens[:, :-1], cfg).logits
     return token_log_probs(logits, tokens[:, 1:])
+
+
+def acceptance_fn(params: models.Params, cfg: ModelConfig) -> Callable[[np.ndarray], np.ndarray]:
+    """Tells how often the multi-token-prediction module's drafts would be accepted.
+
+    Returns:
+      ``tokens int32 [batch, window] -> probability that a draft for tokens[:, 2:] is accepted,
+      f32 [batch, window - 2]``; compiled once per shape.
+    """
+    return lambda tokens: np.asarray(_acceptance(params, tokens, cfg))
+
+
+@partial(jax.jit, static_argnames="cfg")
+def _acceptance(params, tokens, cfg):
+    p, q = model_and_draft(params, tokens, cfg)
+    return speculative.acceptance(p, q)
+
+
+def model_and_draft(
+    params: models.Params, tokens: jax.Array, cfg: ModelConfig
+) -> tuple[jax.Array, jax.Array]:
+    """What model and module say of tokens[:, 2:]: probabilities, f32 [batch, window - 2, vocab].
+
+    The module sees one token less: it drafts a token while the model computes the one before.
+    """
+    tokens = tokens[:, :-1]
+    segment_ids = jnp.ones_like(tokens)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    out = models.trunk(params, tokens, cfg)
+    draft, _ = mtp.trunk(
+        params.mtp[0],
+        params.embed,
+        out.hidden,
+        tokens,
+        cfg,
+        positions=positions,
+        segment_ids=segment_ids,
+    )
+
+    def probabilities(hidden):
+        return jax.nn.softmax(project(hidden, models.head(params)).astype(jnp.float32), axis=-1)
+
+    return probabilities(out.hidden[:, 1:]), probabilities(draft[:, :-1])

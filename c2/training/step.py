@@ -11,10 +11,12 @@ from flax import struct
 from jax.sharding import Mesh, PartitionSpec
 
 from c2 import models
-from c2.losses.cross_entropy import linear_cross_entropy
+from c2.config import ConfigError
+from c2.models.blocks import MoELayer
 from c2.parallel.mesh import DATA
+from c2.training import objective
+from c2.training.objective import Batch, MTPConfig, put, trained_part
 
-Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
 
@@ -33,23 +35,6 @@ def init_state(
     """A state at step 0 with random parameters."""
     params = models.init(key, cfg)
     return TrainState(jnp.int32(0), params, optimizer.init(params))
-
-
-def language_model_loss(
-    params: models.Params, batch: Batch, cfg: models.ModelConfig
-) -> tuple[jax.Array, Metrics]:
-    """Summed next-token loss of one micro-batch, in nats; see `c2.data.packing` for the fields."""
-    out = models.trunk(
-        params,
-        batch["tokens"],
-        cfg,
-        positions=batch["positions"],
-        segment_ids=batch["segment_ids"],
-    )
-    loss = linear_cross_entropy(
-        out.hidden, models.head(params), batch["targets"], batch["loss_mask"]
-    )
-    return loss, {"expert_load": out.expert_load}
 
 
 def summed_gradients(loss_fn: Callable, params: Any, batch: Batch, micro_batches: int):
@@ -71,20 +56,35 @@ def summed_gradients(loss_fn: Callable, params: Any, batch: Batch, micro_batches
     return jax.lax.scan(add, zeros, slices)[0]
 
 
-def balance_routers(params: models.Params, load: jax.Array, rate: float) -> models.Params:
+def balance_routers(
+    params: models.Params, load: jax.Array, rate: float, mtp_load: jax.Array | None = None
+) -> models.Params:
     """Moves each expert's selection bias towards equal load, without an auxiliary loss.
 
     Args:
-      params: parameters.
+      params: parameters, or a part of them; the biases in it move.
       load: f32 [moe_layer, expert], assignments of the step over the whole batch.
       rate: size of a move, up for experts below their layer's mean and down for those above
         (DeepSeek-V3 section 2.1.2).
+      mtp_load: the same for the multi-token-prediction module, f32 [1, expert].
     """
-    if params.moe is None or params.moe.moe.bias is None:
-        return params
-    block = params.moe.moe
-    bias = block.bias + rate * jnp.sign(load.mean(-1, keepdims=True) - load)
-    return params.replace(moe=params.moe.replace(moe=block.replace(bias=bias)))
+
+    def balanced(layer: MoELayer, load: jax.Array) -> MoELayer:
+        bias = layer.moe.bias + rate * jnp.sign(load.mean(-1, keepdims=True) - load)
+        return layer.replace(moe=layer.moe.replace(bias=bias))
+
+    if params.moe is not None and params.moe.moe.bias is not None:
+        params = params.replace(moe=balanced(params.moe, load))
+    if mtp_load is not None and params.mtp[0].layer.moe.bias is not None:
+        (module,) = params.mtp
+        module = module.replace(layer=balanced(module.layer, mtp_load[0]))
+        params = params.replace(mtp=(module,))
+    return params
+
+
+def _imbalance(load: jax.Array) -> jax.Array:
+    """Busiest expert over mean in the worst layer; 1 without any."""
+    return (load.max(-1, initial=0.0) / jnp.maximum(load.mean(-1), 1.0)).max(initial=1.0)
 
 
 def make_train_step(
@@ -94,6 +94,7 @@ def make_train_step(
     *,
     micro_batches: int = 1,
     bias_update_rate: float = 1e-3,
+    module: MTPConfig | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Compiles ``step(state, batch) -> (state, metrics)``; the given state is donated.
 
@@ -102,26 +103,36 @@ def make_train_step(
 
     Args:
       cfg: model configuration.
-      optimizer: gradient transformation.
+      optimizer: gradient transformation. It is given the `trained_part` of the parameters and its
+        gradients; if that is not always the same part, see `c2.training.optimizer.by_part`.
       mesh: from `c2.parallel.mesh`; rows of the batch are split over its data axis.
       micro_batches: gradient accumulation steps; divides the rows of one device.
       bias_update_rate: see `balance_routers`.
+      module: how the multi-token-prediction module is trained; None leaves it alone, at no cost.
 
-    Metrics (scalars unless said): ``loss`` in nats per target token, ``grad_norm`` before
-    clipping, ``target_tokens``, ``tokens`` (padding excluded), ``load_imbalance`` (busiest expert
-    over mean, worst layer), ``expert_load`` [moe_layer, expert].
+    Metrics (scalars unless said): ``loss`` in nats per target token, of the main model or, where it
+    is frozen, of the module; ``grad_norm`` before clipping, ``target_tokens``, ``tokens`` (padding
+    excluded), ``load_imbalance`` (busiest expert over mean, worst layer), ``expert_load``
+    [moe_layer, expert]. If the module is trained, ``mtp_loss`` and ``mtp_expert_load`` [1, expert].
+
+    Raises:
+      ConfigError: if there is not exactly one module to train.
     """
-    loss_fn = partial(language_model_loss, cfg=cfg)
+    if module is not None and cfg.mtp != 1:
+        raise ConfigError(f"mtp: {cfg.mtp} modules cannot be trained; legal: 1")
 
-    def gradients(params, batch):
-        sums = summed_gradients(loss_fn, params, batch, micro_batches)
+    def gradients(trained, params, batch):
+        def loss_fn(part, batch):
+            return objective.loss(put(params, part), batch, cfg, module)
+
+        sums = summed_gradients(loss_fn, trained, batch, micro_batches)
         return jax.lax.psum(sums, DATA)
 
     # check_vma off: the sums over devices are the explicit psum above
     gradients = jax.shard_map(
         gradients,
         mesh=mesh,
-        in_specs=(PartitionSpec(), PartitionSpec(DATA)),
+        in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(DATA)),
         out_specs=PartitionSpec(),
         check_vma=False,
     )
@@ -133,21 +144,23 @@ def make_train_step(
     @partial(jax.jit, donate_argnums=0, compiler_options=options)
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         targets = batch["loss_mask"].sum()
-        (loss, aux), grads = gradients(state.params, batch)
+        part = trained_part(state.params, module)
+        (_, sums), grads = gradients(part, state.params, batch)
         denominator = jnp.maximum(targets, 1.0)
         grads = jax.tree.map(lambda g: g / denominator, grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        load = aux["expert_load"]
-        params = balance_routers(params, load, bias_update_rate)
-        metrics = {
-            "loss": loss / denominator,
+        updates, opt_state = optimizer.update(grads, state.opt_state, part)
+        part = optax.apply_updates(part, updates)
+        losses, load, mtp_load = sums["losses"], sums["expert_load"], sums.get("mtp_expert_load")
+        part = balance_routers(part, load, bias_update_rate, mtp_load)
+        metrics = {name: nats / denominator for name, nats in losses.items()} | {
             "grad_norm": optax.tree.norm(grads),
             "target_tokens": targets,
             "tokens": (batch["segment_ids"] > 0).sum(),
-            "load_imbalance": (load.max(-1) / jnp.maximum(load.mean(-1), 1.0)).max(initial=1.0),
+            "load_imbalance": _imbalance(load),
             "expert_load": load,
         }
-        return TrainState(state.step + 1, params, opt_state), metrics
+        if mtp_load is not None:
+            metrics["mtp_expert_load"] = mtp_load
+        return TrainState(state.step + 1, put(state.params, part), opt_state), metrics
 
     return step

@@ -15,9 +15,9 @@ from launch import run_dir
 
 @pytest.fixture(scope="session")
 def tiny_recipe() -> recipe.Config:
-    """Two phases of the recipe. They are of one shape, so one program serves both."""
+    """Three phases of the recipe, of one shape; two programs serve them."""
     config = recipe.get_config("smoke")
-    main, _, tuning = config.phases
+    main, distillation, _, tuning = config.phases
     size = {"context": 128, "batch": 4, "yarn": None}
     rate = replace(main.learning_rate, peak=1e-2)
     return replace(
@@ -34,7 +34,8 @@ def tiny_recipe() -> recipe.Config:
         data=DataConfig(sources=(Source(path="stdlib:email"),), held_out="json", vocab_size=512),
         phases=(
             replace(main, steps=12, learning_rate=rate, **size),
-            replace(tuning, steps=4, **size),
+            replace(distillation, steps=6, learning_rate=rate, **size),
+            replace(tuning, steps=4, mtp=None, **size),  # the program of the first phase
         ),
         evaluation=EvaluationConfig(windows=(32, 128), batch=32),
         loop=LoopConfig(log_every=1, eval_every=3, checkpoint_every=5),

@@ -13,7 +13,7 @@ from c2.training.checkpoint import Checkpoints
 from c2.training.metrics import read_columns, read_rows
 from launch.main import run_main
 
-STEPS = 16
+STEPS = 22
 
 
 def launch(*words):
@@ -65,24 +65,43 @@ def lines_without_speed(workdir):
 
 def test_held_out_loss_falls(result):
     (stages,) = (rows for title, rows in result["tables"].items() if "Held-out" in title)
-    assert [row["after"] for row in stages] == ["start", "main", "fine_tuning"]
+    assert [row["after"] for row in stages] == ["start", "main", "mtp", "fine_tuning"]
     for window in ("window 32", "window 128"):
-        start, main, _ = (row[window] for row in stages)
+        start, main, distilled, _ = (row[window] for row in stages)
         assert 4.5 < start < 5  # 9 bits per token of a vocabulary of 512, two bytes per token
         assert main < start - 0.1
+        assert distilled == main
     assert result["metrics"]["held_out/bits_per_byte"] == stages[-1]["window 32"]
 
 
 def test_claims_are_judged(result):
-    assert len(result["claims"]) == 4
+    assert len(result["claims"]) == 6
     verdicts = {claim["statement"]: claim["verdict"] for claim in result["claims"]}
     (gzip,) = (verdict for statement, verdict in verdicts.items() if "gzip" in statement)
     assert gzip == "not shown"  # a dozen steps can't reach it
+    (frozen,) = (claim for claim in result["claims"] if "frozen" in claim["statement"])
+    assert frozen["verdict"] == "shown" and frozen["measured"] == 0
+
+
+def test_the_modules_drafts_are_accepted_more_often(finished, result):
+    (stages,) = (rows for title, rows in result["tables"].items() if "Drafts" in title)
+    assert [row["after"] for row in stages] == ["untrained", "mtp", "fine_tuning"]
+    untrained, distilled, last = (row["acceptance"] for row in stages)
+    assert distilled > untrained + 0.01
+    assert result["metrics"]["held_out/acceptance"] == last
+    assert stages[1]["tokens per step with one draft"] == pytest.approx(1 + distilled)
+    columns = read_columns(finished / "metrics.jsonl")
+    steps, rates = columns["held_out/acceptance"]
+    assert steps.tolist() == [12, 15, 18, 21, 22]
+    assert rates[[0, 2, 4]].tolist() == [untrained, distilled, last]
+    assert columns["mtp_loss"][0].tolist() == list(range(13, 19))
 
 
 def test_figures_show_something(finished, result):
     paths = [figure["path"] for figure in result["figures"]]
-    assert paths == ["figures/loss.png", "figures/held_out.png", "figures/expert_load.png"]
+    assert paths == [
+        f"figures/{name}.png" for name in ("loss", "held_out", "expert_load", "acceptance")
+    ]
     for path in paths:
         image = matplotlib.image.imread(finished / path)  # [row, column, rgba]
         assert min(image.shape[:2]) > 400
@@ -107,9 +126,12 @@ def test_every_step_of_every_phase_is_logged(finished):
     rows = read_rows(finished / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
     phases = [row["phase"] for row in rows[1:]]
-    assert phases == ["main"] * 12 + ["fine_tuning"] * 4
-    assert [row["step"] for row in rows if "held_out_32/nats" in row] == [0, 3, 6, 9, 12, 15, 16]
-    assert [row["step"] for row in rows if "held_out_128/nats" in row] == [0, 12, 16]
+    assert phases == ["main"] * 12 + ["mtp"] * 6 + ["fine_tuning"] * 4
+    assert [row["step"] for row in rows if "held_out_32/nats" in row] == [
+        *range(0, 22, 3),
+        22,
+    ]
+    assert [row["step"] for row in rows if "held_out_128/nats" in row] == [0, 12, 18, 22]
     assert list(finished.glob("tensorboard/events*"))
 
 
@@ -121,17 +143,18 @@ def test_tokens_are_accounted_for(finished, result):
     np.testing.assert_array_equal(total, np.cumsum(tokens))
     size = 4 * 128
     assert (tokens <= size).all()
-    assert (tokens[:12] > 0.95 * size).all()  # long documents leave hardly any padding
+    assert (tokens[:18] > 0.95 * size).all()  # long documents leave hardly any padding
     assert (targets < tokens).all()
     # Fine-tuning learns solutions only.
-    assert (targets[:12] > 0.9 * tokens[:12]).all()
-    assert (targets[12:] < 0.9 * tokens[12:]).all()
+    assert (targets[:18] > 0.9 * tokens[:18]).all()
+    assert (targets[18:] < 0.9 * tokens[18:]).all()
     # Every token is sent to two experts.
     load = columns["expert_load"][1]  # [step, moe_layer, expert]
     np.testing.assert_array_equal(load.sum(-1)[:, 0], 2 * tokens)
     assert [row["tokens"] for row in result["tables"]["Phases"]] == [
         tokens[:12].sum(),
-        tokens[12:].sum(),
+        tokens[12:18].sum(),
+        tokens[18:].sum(),
     ]
 
 
@@ -148,13 +171,13 @@ def test_a_finished_run_is_shown_again(finished, tiny_json, capsys):
 
 def test_a_torn_checkpoint_is_skipped_with_a_warning(finished, unfinished, caplog):
     """The saved config resumes the run, from the checkpoint before, to the same end."""
-    torn = unfinished / "checkpoints" / "00000016"
+    torn = unfinished / "checkpoints" / f"{STEPS:08d}"
     largest = max(torn.rglob("*"), key=lambda path: path.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-1])
     assert launch(f"--config={unfinished}/config.json", f"--workdir={unfinished}") == 0
     (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
     assert "checkpoint skipped" in warning.getMessage()
-    assert "00000016" in warning.getMessage()
+    assert f"{STEPS:08d}" in warning.getMessage()
     assert lines_without_speed(unfinished) == lines_without_speed(finished)
     assert Checkpoints(unfinished / "checkpoints").latest() == STEPS
 
@@ -173,6 +196,6 @@ def test_a_foreign_checkpoint_is_refused(unfinished, tiny_json, capsys):
     assert launch(*other) == 2
     printed = capsys.readouterr().err
     assert printed.count("\n") == 1
-    assert "00000016: belongs to another run: .params.embed is float32[512,16] in the" in printed
+    assert "00000022: belongs to another run: .params.embed is float32[512,16] in the" in printed
     del before[unfinished / "overrides.json"]  # has one more start
     assert content(unfinished).items() >= before.items()

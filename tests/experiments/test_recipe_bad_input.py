@@ -47,7 +47,7 @@ def refused(tiny_json, tmp_path, monkeypatch, capsys):
     [
         ("model.hiden=3", "model.hiden: unknown key; did you mean 'hidden'? legal keys: vocab, "),
         ("phases.0.step=3", "phases.0.step: unknown key; did you mean 'steps'? legal keys: name, "),
-        ("phases.2.steps=3", "phases.2: no such item; config.phases has 2, counted from 0"),
+        ("phases.3.steps=3", "phases.3: no such item; config.phases has 3, counted from 0"),
         ("phases.0.steps=many", "phases.0.steps: expected int, got 'many'"),
         ("phases.0.data=cod", "phases.0.data: 'cod' is not legal; did you mean 'code'? expected"),
         ("model.moe.top_k=5", "model.moe.top_k must be in 1..4 eligible experts, got 5"),
@@ -62,7 +62,13 @@ def refused(tiny_json, tmp_path, monkeypatch, capsys):
         ),
         ("phases.0.learning_rate.peak=0", "phases.0.learning_rate.peak must be positive, got 0.0"),
         ("phases.0.yarn.factor=0.5", "phases.0.yarn.original_context: missing; expected int"),
-        ("phases.1.name=main", "phases: names ['main', 'main'] must be distinct"),
+        ("phases.1.name=main", "phases: names ['main', 'main', 'fine_tuning'] must be distinct"),
+        ("model.mtp=0", "model.mtp: 0, but a phase trains a module (phases.*.mtp); legal: 1"),
+        ("phases.1.mtp.loss=kl", "phases.1.mtp.loss: 'kl' is not legal; expected one of forward_k"),
+        (
+            "phases.1.mtp.into_trunk=true",
+            "phases.1.mtp.into_trunk: the main model is frozen; legal: true with joint_weight",
+        ),
         ("data.vocab_size=513", "data.vocab_size: 513 exceeds model.vocab; legal: 512 to 512"),
         ("data.vocab_size=100", "data.vocab_size: 100 is too small; legal: 512 or more"),
         ("data.sources.0.weight=0", "data.sources.0.weight: 0.0 is not legal; legal: a finite"),
@@ -115,9 +121,9 @@ def test_a_corpus_smaller_than_a_batch(refused, tmp_path):
     assert refused(override).startswith(
         "config.phases.0.batch: 4 rows of 128 tokens, but the documents fill only 1 ("
     )
-    # The documents are enough, but not what can be learned from them in the second phase.
+    # The documents are enough, but not what can be learned from them in the last phase.
     (folder / "a.py").write_text(CODE + "".join(f"x{n} = {n}\n" for n in range(100)))
-    assert refused(override).startswith("config.phases.1.batch: 4 rows of 128 tokens, but the do")
+    assert refused(override).startswith("config.phases.2.batch: 4 rows of 128 tokens, but the do")
     (folder / "a.py").write_text("".join(f"x{n} = {n}\n" for n in range(100)))
     assert refused(override) == (
         "config.data.sources: no Python function with a docstring to fine-tune on"

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from c2.models import YarnConfig, spec
-from c2.training import optimizer as optimizers
+from c2.models import YarnConfig
 from c2.training.checkpoint import Checkpoints
 from c2.training.metrics import read_rows
-from c2.training.pretrain import learning_rate
+from c2.training.objective import MTPConfig
+from c2.training.pretrain import make_optimizer
 from c2.training.step import init_state
 from experiments import recipe
 from launch import jax_setup
@@ -120,7 +120,7 @@ def modified(path: Path) -> float:
 
 
 def final_parameters(workdir: Path, config: recipe.Config, steps: int) -> list[np.ndarray]:
-    optimizer = optimizers.make(config.optimizer, learning_rate(config.phases), spec(config.model))
+    optimizer = make_optimizer(config.optimizer, config.phases, config.model)
     shapes = jax.eval_shape(lambda key: init_state(key, config.model, optimizer), jax.random.key(0))
     empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     checkpoints = Checkpoints(workdir / "checkpoints")
@@ -130,9 +130,13 @@ def final_parameters(workdir: Path, config: recipe.Config, steps: int) -> list[n
 
 @pytest.mark.slow
 def test_a_run_killed_twenty_times_ends_as_one_left_alone(tiny_recipe, save_config, tmp_path):
-    main, tuning = tiny_recipe.phases
+    main, distillation, tuning = tiny_recipe.phases
     yarn = YarnConfig(factor=4.0, original_context=32)
-    phases = (replace(main, steps=16, context=32), replace(tuning, steps=64, yarn=yarn))
+    phases = (
+        replace(main, steps=16, context=32),
+        replace(distillation, steps=24),
+        replace(tuning, steps=40, yarn=yarn, mtp=MTPConfig(joint_weight=0.1, into_trunk=True)),
+    )
     loop = replace(tiny_recipe.loop, eval_every=50, checkpoint_every=2)
     config = replace(tiny_recipe, phases=phases, loop=loop)
     saved = save_config(config, tmp_path / "config.json")

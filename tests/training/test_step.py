@@ -15,8 +15,10 @@ import optax
 import pytest
 
 from c2 import models
+from c2.config import ConfigError
 from c2.parallel.mesh import data_mesh
 from c2.training import optimizer
+from c2.training.objective import MTPConfig
 from c2.training.step import TrainState, balance_routers, init_state, make_train_step
 
 RATE = 0.01  # of the router biases
@@ -269,3 +271,91 @@ def test_router_biases_have_no_moments(cfg):
     moments = [path for path in paths if path.startswith(".opt_state") and ".moe.moe." in path]
     assert [p for p in moments if p.endswith(".router")] and len(moments) == 2 * 5
     assert not [p for p in moments if p.endswith(".bias")]
+
+
+@pytest.fixture(scope="module")
+def mtp_cfg(cfg):
+    return replace(cfg, mtp=1)
+
+
+@pytest.fixture(scope="module")
+def mtp_steps(mtp_cfg, random_params, batch):
+    """State and metrics before and after three steps: the main model, its module, both."""
+    table = models.spec(mtp_cfg)
+    settings = optimizer.OptimizerConfig()
+    adam = optimizer.by_part(
+        main=optimizer.make(settings, 0.01, table.replace(mtp=())),
+        mtp=optimizer.make(settings, 0.01, table.mtp),
+    )
+    params = random_params(mtp_cfg)
+    state = TrainState(jnp.int32(0), params, adam.init(params))
+    seen = [(jax.device_get(state), None)]
+    for module in (None, MTPConfig(), MTPConfig(joint_weight=0.5)):
+        step = make_train_step(mtp_cfg, adam, data_mesh(1), bias_update_rate=RATE, module=module)
+        compiled = step.lower(state, batch).compile(compiler_options=FAST_COMPILE)
+        state, metrics = compiled(state, batch)
+        seen.append(jax.device_get((state, metrics)))
+    return seen
+
+
+def main_of(state):
+    return state.params.replace(mtp=()), state.opt_state["main"]
+
+
+def module_of(state):
+    return state.params.mtp, state.opt_state["mtp"]
+
+
+def all_move(before, after):
+    """Whether every tensor of a part of the parameters is another one."""
+    return all(
+        (a != b).any() for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    )
+
+
+def test_a_part_that_is_not_trained_keeps_every_bit_of_weights_and_moments(mtp_steps):
+    (start, _), (main, _), (distilled, _), (joint, _) = mtp_steps
+    assert_identical(module_of(main), module_of(start))
+    assert all_move(main_of(start)[0], main_of(main)[0])
+    assert_identical(main_of(distilled), main_of(main))
+    assert all_move(module_of(main)[0], module_of(distilled)[0])
+    assert all_move(distilled.params, joint.params)
+    assert joint.step == 3
+
+
+def test_each_part_counts_its_own_steps(mtp_steps):
+    last = mtp_steps[-1][0].opt_state
+    counts = {
+        name: {int(leaf) for leaf in jax.tree.leaves(state) if leaf.ndim == 0}
+        for name, state in last.items()
+    }
+    assert counts == {"main": {2}, "mtp": {2}}
+
+
+def test_the_first_step_of_the_main_model_is_that_without_a_module(mtp_steps, whole):
+    """The module's parameters are there, but nothing is computed of them."""
+    state, metrics = whole
+    assert_close(main_of(mtp_steps[1][0])[0], jax.device_get(state.params))
+    np.testing.assert_allclose(mtp_steps[1][1]["loss"], metrics["loss"], rtol=1e-6)
+    assert mtp_steps[1][1].keys() == metrics.keys()
+
+
+def test_the_modules_router_bias_moves_by_exactly_the_rate(mtp_steps):
+    biases = [state.params.mtp[0].layer.moe.bias for state, _ in mtp_steps]
+    load = mtp_steps[2][1]["mtp_expert_load"][0]
+    move = np.float32(RATE) * np.sign(load.mean() - load)
+    assert move.any()
+    np.testing.assert_array_equal(biases[2], biases[1] + move)
+
+
+def test_a_step_that_trains_the_module_reports_its_loss(mtp_steps):
+    (_, distilled), (_, joint) = mtp_steps[2:]
+    assert distilled["loss"] == distilled["mtp_loss"] > 0
+    assert joint["loss"] > joint["mtp_loss"] > 0
+    assert joint["mtp_loss"] < distilled["mtp_loss"]  # on the same batch, a step later
+
+
+@pytest.mark.parametrize("modules", [0, 2])
+def test_only_one_module_can_be_trained(cfg, adam, modules):
+    with pytest.raises(ConfigError, match=f"mtp: {modules} modules cannot be trained; legal: 1"):
+        make_train_step(replace(cfg, mtp=modules), adam, data_mesh(1), module=MTPConfig())

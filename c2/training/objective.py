@@ -1,0 +1,141 @@
+"""What a step minimises, and which part of the parameters it may change for that.
+
+Report section 3.1: a multi-token-prediction module is trained from scratch beside a finished model,
+first alone, by distillation of the model's own next-token distribution, then jointly.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from c2 import models
+from c2.config import ConfigError
+from c2.losses.cross_entropy import linear_cross_entropy
+from c2.losses.distillation import linear_distillation
+from c2.models import ModelConfig, Params, moe, mtp
+
+Batch = dict[str, jax.Array]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MTPConfig:
+    """How a phase trains the multi-token-prediction module.
+
+    Attributes:
+      loss: the module's. "forward_kl" and "reverse_kl" compare its distribution with the model's
+        own over the whole vocabulary, "hard_labels" is cross-entropy on the token of the text.
+      joint_weight: none freezes the main model. A number trains both: the model's loss plus this
+        times the module's (lambda of DeepSeek-V3 section 2.2).
+      into_trunk: with joint training, whether the module's loss also reaches the main model
+        through hidden states, embedding and head. The target of a divergence never moves.
+    """
+
+    loss: Literal["forward_kl", "reverse_kl", "hard_labels"] = "forward_kl"
+    joint_weight: float | None = None
+    into_trunk: bool = False
+
+    def __post_init__(self):
+        if self.joint_weight is None and self.into_trunk:
+            raise ConfigError("into_trunk: the main model is frozen; legal: true with joint_weight")
+        if self.joint_weight is not None and self.joint_weight <= 0:
+            raise ConfigError(f"joint_weight: {self.joint_weight} is not legal; legal: above 0")
+
+
+def trained_part(params: Params, module: MTPConfig | None) -> Params:
+    """The part of the parameters that a phase trains: the same tree without the rest.
+
+    What is not in it has neither gradient nor update.
+    """
+    if module is None:
+        return params.replace(mtp=())
+    if module.joint_weight is None:
+        return Params(embed=None, dense=None, moe=None, norm=None, head=None, mtp=params.mtp)
+    return params
+
+
+def put(params: Params, part: Params) -> Params:
+    """The parameters with a `trained_part` in its place."""
+    fields = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+    return params.replace(**{name: f for name, f in fields.items() if jax.tree.leaves(f)})
+
+
+def loss(
+    params: Params, batch: Batch, cfg: ModelConfig, module: MTPConfig | None
+) -> tuple[jax.Array, dict[str, Any]]:
+    """The objective of a phase, summed over a micro-batch, in nats.
+
+    Both terms are meant to be divided by the number of target tokens, as in DeepSeek-V3 eq. 24.
+
+    Args:
+      params: parameters.
+      batch: see `c2.data.packing` for the fields.
+      cfg: model configuration.
+      module: how the multi-token-prediction module is trained; None ignores it.
+
+    Returns:
+      The sum, and sums to report: ``losses`` has ``loss``, the main model's or, where it is frozen,
+      the module's, and ``mtp_loss``, the module's without its weight; ``expert_load`` [moe_layer,
+      expert] and, for the module, ``mtp_expert_load`` [1, expert].
+    """
+    out = models.trunk(
+        params,
+        batch["tokens"],
+        cfg,
+        positions=batch["positions"],
+        segment_ids=batch["segment_ids"],
+    )
+    sums: dict[str, Any] = {"expert_load": out.expert_load}
+    if module is None:
+        main = _main_loss(params, out.hidden, batch)
+        return main, sums | {"losses": {"loss": main}}
+    extra, used = _module_loss(params, out.hidden, batch, cfg, module)
+    if cfg.moe_layers:
+        sums["mtp_expert_load"] = moe.expert_load(used, cfg.moe.experts)[None]
+    if module.joint_weight is None:
+        return extra, sums | {"losses": {"loss": extra, "mtp_loss": extra}}
+    main = _main_loss(params, out.hidden, batch)
+    total = main + module.joint_weight * extra
+    return total, sums | {"losses": {"loss": main, "mtp_loss": extra}}
+
+
+def draft_mask(batch: Batch) -> jax.Array:
+    """Where the module's prediction counts, f32 [batch, seq].
+
+    At token i it predicts what the model does at token i + 1: that one must be of the same segment
+    and have a target that counts.
+    """
+    return jnp.where(mtp.has_next(batch["segment_ids"]), _next(batch["loss_mask"]), 0)
+
+
+def _main_loss(params, hidden, batch):
+    return linear_cross_entropy(hidden, models.head(params), batch["targets"], batch["loss_mask"])
+
+
+def _module_loss(params, hidden, batch, cfg, module):
+    shared = hidden, params.embed, models.head(params)
+    if not module.into_trunk:
+        shared = jax.lax.stop_gradient(shared)
+    below, embed, head = shared
+    draft, used = mtp.trunk(
+        params.mtp[0],
+        embed,
+        below,
+        batch["tokens"],
+        cfg,
+        positions=batch["positions"],
+        segment_ids=batch["segment_ids"],
+    )
+    mask = draft_mask(batch)
+    with jax.named_scope("mtp_loss"):
+        if module.loss == "hard_labels":
+            return linear_cross_entropy(draft, head, _next(batch["targets"]), mask), used
+        target = _next(hidden)
+        return linear_distillation(draft, target, head, mask, divergence=module.loss), used
+
+
+def _next(x: jax.Array) -> jax.Array:
+    """The values of the token that follows; meaningless at the last token of a row."""
+    return jnp.roll(x, -1, axis=1)

@@ -127,14 +127,14 @@ def mini() -> Config:
         phases=(
             PhaseConfig(
                 name="main",
-                steps=640,
+                steps=560,
                 context=256,
                 batch=8,
                 learning_rate=ScheduleConfig(peak=3e-3, warmup_steps=40, final=0.1),
             ),
             PhaseConfig(
                 name="mtp",
-                steps=100,
+                steps=80,
                 context=256,
                 batch=8,
                 learning_rate=ScheduleConfig(peak=3e-3, warmup_steps=10, final=0.2),

@@ -21,10 +21,14 @@ import rich.box
 import rich.table
 from absl import app, flags, logging
 
-from launch import bench_quantize, bench_train_step, jax_setup
+from launch import bench_grouped_matmul, bench_quantize, bench_train_step, jax_setup
 from launch.bench_case import Case
 
-BENCHES = {"train_step": bench_train_step, "quantize": bench_quantize}
+BENCHES = {
+    "train_step": bench_train_step,
+    "quantize": bench_quantize,
+    "grouped_matmul": bench_grouped_matmul,
+}
 PATIENCE = 30.0  # seconds of timed rounds after which a side is not run again
 
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Timed rounds of every side.", lower_bound=1)

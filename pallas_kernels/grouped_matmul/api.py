@@ -1,0 +1,75 @@
+"""Public entry point of the grouped matmul."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.grouped_matmul import recipe
+
+Precision = Literal["native", "mxfp8", "nvfp4"]
+Impl = Literal["xla", "pallas", "interpret"]
+
+
+def grouped_matmul(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    precision: Precision = "native",
+    impl: Impl = "xla",
+) -> jax.Array:
+    """Multiplies every row with the matrix of its group: ``out[r] = lhs[r] @ rhs[g(r)]``.
+
+    Rows are sorted by group; groups may have any size, zero included. Rows behind the last group
+    give zeros and get zero gradients, whatever they hold. Differentiable in ``lhs`` and ``rhs``.
+
+    Sums are f32. A row of the result and of the gradient of ``lhs`` depends, bit for bit, on that
+    row and its matrix alone: not on other rows, their number or the sizes of groups. The gradient
+    of a matrix depends on the rows of its group alone; a NaN elsewhere does not reach it.
+
+    Under "mxfp8" and "nvfp4" the operands of each of the three products (this one and the two of
+    the backward pass) are rounded from those given here, in the dtype of ``lhs``, in blocks along
+    the axis that the product sums over. Under "nvfp4" only the forward product is NVFP4, with an
+    outer scale per row of ``lhs`` and per output column of ``rhs``, which multiply the f32 sums
+    once; the backward products are MXFP8, as in the report's section on kernels. Blocks along the
+    rows, for the gradient of ``rhs``, start anew in every group. Rounding is differentiated as the
+    identity.
+
+    Args:
+      lhs: bf16 or f32 [rows, k].
+      rhs: [group, k, n]; another dtype than that of ``lhs``, as of f32 master weights, is rounded
+        to it first.
+      group_sizes: int32 [group], not negative, at most ``rows`` in total.
+      precision: "native" (the dtype of ``lhs``), "mxfp8" or "nvfp4".
+      impl: "xla" (default, on every platform; made for CPUs), "pallas" (TPU), or "interpret" (the
+        Pallas kernels run by jax, for tests).
+
+    Returns:
+      [rows, n] in the dtype of ``lhs``. Gradients have the dtypes of their arguments.
+
+    Raises:
+      ValueError: if shapes disagree, or ``precision`` or ``impl`` is unknown.
+      TypeError: if ``lhs`` is neither bf16 nor f32, or sizes are no integers.
+      NotImplementedError: if blocks do not divide k or n, or an operand is too wide for "pallas".
+    """
+    if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[1] or not rhs.shape[0]:
+        raise ValueError(f"lhs {lhs.shape} and rhs {rhs.shape} must be [rows, k] and [group, k, n]")
+    if group_sizes.shape != rhs.shape[:1]:
+        raise ValueError(f"group_sizes {group_sizes.shape} must be [group] of rhs {rhs.shape}")
+    if lhs.dtype not in (jnp.bfloat16, jnp.float32):
+        raise TypeError(f"lhs is {lhs.dtype}; legal are bfloat16 and float32")
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise TypeError(f"group_sizes is {group_sizes.dtype}; legal are integers")
+    if impl not in ("xla", "pallas", "interpret"):
+        raise ValueError(f"impl {impl!r}; legal are 'xla', 'pallas' and 'interpret'")
+    if precision not in recipe.BLOCKS:
+        raise ValueError(
+            f"precision {precision!r}; legal are {', '.join(map(repr, recipe.BLOCKS))}"
+        )
+    blocks = recipe.BLOCKS[precision]
+    if any(size % block for size, block in zip(rhs.shape[1:], blocks, strict=True)):
+        raise NotImplementedError(
+            f"{precision} with k, n = {rhs.shape[1:]}; they must be multiples of {blocks}"
+        )
+    return recipe.grouped_matmul(lhs, rhs, group_sizes.astype(jnp.int32), precision, impl)

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.stored_bits import from_bits, to_bits
+
 
 class Plan(NamedTuple):
     """Where every assignment goes.
@@ -123,14 +125,14 @@ def _forward(x, routes, weights, gate_up, down):
         e = p.expert[i]
         hidden = _dot(_rows(x, p.token[i]), _pick(gate_up, e)).astype(x.dtype)
         out = _dot(_swiglu(hidden), _pick(down, e)).astype(x.dtype)
-        return _put(outputs, out, i), _put(hiddens, hidden, i)
+        return _put(outputs, to_bits(out), i), _put(hiddens, to_bits(hidden), i)
 
     empty = (
-        jnp.zeros((blocks, rows, x.shape[1]), x.dtype),
-        jnp.zeros((blocks, rows, gate_up.shape[2]), x.dtype),
+        to_bits(jnp.zeros((blocks, rows, x.shape[1]), x.dtype)),
+        to_bits(jnp.zeros((blocks, rows, gate_up.shape[2]), x.dtype)),
     )
     outputs, hiddens = jax.lax.fori_loop(0, p.used, block, empty)
-    per_route = _gather_slots(outputs, p.slot, routes.shape[1])
+    per_route = _gather_slots(from_bits(outputs, x.dtype), p.slot, routes.shape[1])
     mixed = jnp.einsum("tkd,tk->td", per_route, weights, preferred_element_type=jnp.float32)
     return mixed.astype(x.dtype), (*saved, p, hiddens)
 
@@ -147,25 +149,29 @@ def _backward(residuals, d_mixed):
         dx_rows, d_weight, d_gate_up, d_down = carry
         e, w = p.expert[i], weight[i][:, None]
         dy = _rows(d_mixed, p.token[i])  # cotangent of the mixture, before the weight
-        act, swiglu_vjp = jax.vjp(_swiglu, hiddens[i].astype(jnp.float32))
+        act, swiglu_vjp = jax.vjp(
+            _swiglu, from_bits(_pick(hiddens, i), x.dtype).astype(jnp.float32)
+        )
         d_act = _dot(dy, _pick(down, e).T)  # unweighted
         (d_hidden,) = swiglu_vjp(d_act * w)
         d_hidden = d_hidden.astype(x.dtype)
         # y . dy = act . (down dy): the weight's gradient without keeping y
         d_weight = _put(d_weight, jnp.sum(act * d_act, axis=-1), i)
-        dx_rows = _put(dx_rows, _dot(d_hidden, _pick(gate_up, e).T).astype(x.dtype), i)
+        d_rows = _dot(d_hidden, _pick(gate_up, e).T).astype(x.dtype)
+        dx_rows = _put(dx_rows, to_bits(d_rows), i)
         d_down = d_down.at[e].add(_dot_transposed((act * w).astype(x.dtype), dy))
         d_gate_up = d_gate_up.at[e].add(_dot_transposed(_rows(x, p.token[i]), d_hidden))
         return dx_rows, d_weight, d_gate_up, d_down
 
     start = (
-        jnp.zeros((blocks, rows, x.shape[1]), x.dtype),
+        to_bits(jnp.zeros((blocks, rows, x.shape[1]), x.dtype)),
         jnp.zeros((blocks, rows), jnp.float32),
         jnp.zeros(gate_up.shape, jnp.float32),
         jnp.zeros(down.shape, jnp.float32),
     )
     dx_rows, d_weight, d_gate_up, d_down = jax.lax.fori_loop(0, p.used, block, start)
-    dx = _gather_slots(dx_rows, p.slot, top_k).sum(1, dtype=jnp.float32).astype(x.dtype)
+    per_route = _gather_slots(from_bits(dx_rows, x.dtype), p.slot, top_k)
+    dx = per_route.sum(1, dtype=jnp.float32).astype(x.dtype)
     d_weights = _rows(d_weight.reshape(-1), p.slot).reshape(tokens, top_k)
     d_stored = (
         d.reshape(w.shape).astype(w.dtype) for d, w in zip((d_gate_up, d_down), stored, strict=True)

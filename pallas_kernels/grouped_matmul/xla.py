@@ -9,6 +9,8 @@ in which products of bf16 numbers are exact; on most CPUs a bf16 matmul would co
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.stored_bits import from_bits, to_bits
+
 ROWS = 128  # of a block: more waste work at the ends of groups, fewer reuse a matrix less
 
 
@@ -35,7 +37,7 @@ def matmul(
       [rows, n].
     """
     rows = lhs.shape[0]
-    left, right = _bits(_at_least_a_block(lhs)), _bits(rhs)
+    left, right = to_bits(_at_least_a_block(lhs)), to_bits(rhs)
     if scales is not None:
         row_scales, column_scales = _at_least_a_block(scales[0]), scales[1]
     ends = jnp.cumsum(group_sizes)
@@ -50,14 +52,14 @@ def matmul(
             product = _dot(_floats(_rows(left, first), lhs.dtype), matrix)
             if scales is not None:
                 product = product * _rows(row_scales, first)[:, None] * column_scales[g]
-            merged = jnp.where(mine, _bits(product.astype(dtype)), _rows(out, first))
+            merged = jnp.where(mine, to_bits(product.astype(dtype)), _rows(out, first))
             return jax.lax.dynamic_update_slice_in_dim(out, merged, first, 0)
 
         return jax.lax.fori_loop(0, -(-group_sizes[g] // ROWS), block, out)
 
-    empty = _bits(jnp.zeros((len(left), rhs.shape[1 if transposed else 2]), dtype))
+    empty = to_bits(jnp.zeros((len(left), rhs.shape[1 if transposed else 2]), dtype))
     out = jax.lax.fori_loop(0, len(right), group, empty)
-    return _from_bits(out, dtype)[:rows]
+    return from_bits(out, dtype)[:rows]
 
 
 def weight_gradient(
@@ -74,7 +76,7 @@ def weight_gradient(
     Returns:
       [group, k, n].
     """
-    left, right = (_bits(_at_least_a_block(x)) for x in (lhs, d_out))
+    left, right = (to_bits(_at_least_a_block(x)) for x in (lhs, d_out))
     ends = jnp.cumsum(group_sizes)
     starts = ends - group_sizes
 
@@ -89,9 +91,9 @@ def weight_gradient(
 
         empty = jnp.zeros((lhs.shape[1], d_out.shape[1]), jnp.float32)
         total = jax.lax.fori_loop(0, -(-group_sizes[g] // ROWS), block, empty)
-        return _bits(total.astype(dtype))
+        return to_bits(total.astype(dtype))
 
-    return _from_bits(jax.lax.map(group, jnp.arange(len(group_sizes))), dtype)
+    return from_bits(jax.lax.map(group, jnp.arange(len(group_sizes))), dtype)
 
 
 def _window(start: jax.Array, end: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
@@ -109,22 +111,9 @@ def _at_least_a_block(x: jax.Array) -> jax.Array:
     return jnp.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1))) if missing else x
 
 
-def _bits(x: jax.Array) -> jax.Array:
-    """What is sliced and updated in loops in place of ``x``.
-
-    XLA:CPU does in f32 whatever it does with bf16 numbers, even if they are only moved: to update
-    a slice it converts the whole array there and back. Integers it leaves alone.
-    """
-    return jax.lax.bitcast_convert_type(x, jnp.int16) if x.dtype.itemsize == 2 else x
-
-
-def _from_bits(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    return jax.lax.bitcast_convert_type(bits, dtype)
-
-
 def _floats(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """F32 numbers from `_bits` of an array of this dtype."""
-    return _from_bits(bits, dtype).astype(jnp.float32)
+    """F32 numbers from `to_bits` of an array of this dtype."""
+    return from_bits(bits, dtype).astype(jnp.float32)
 
 
 def _pick(x: jax.Array, index: jax.Array) -> jax.Array:

@@ -9,8 +9,8 @@ module's drafts of it.
     python -m launch.main --config=experiments/recipe.py:mini --workdir=runs/demo
 
 `mini` trains 2.2 million parameters (1.3 million active per token) on the standard library of the
-running interpreter. Expect the held-out package to fall from 3.8 to about 1.9 bits per byte, on a
-nearly straight line over the logarithm of the tokens, in about 7 minutes on 2 cores. `smoke` runs
+running interpreter. Expect the held-out package to fall from 3.8 to about 2.0 bits per byte, on a
+nearly straight line over the logarithm of the tokens, in about 8 minutes on 2 cores. `smoke` runs
 every stage in about a minute, most of it compilation, and learns next to nothing.
 """
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.grouped_matmul import recipe
 
 Precision = Literal["native", "mxfp8", "nvfp4"]
-Impl = Literal["xla", "pallas", "interpret"]
+Impl = Literal["xla", "tpu", "interpret"]
 
 
 def grouped_matmul(
@@ -42,8 +42,8 @@ def grouped_matmul(
         to it first.
       group_sizes: int32 [group], not negative, at most ``rows`` in total.
       precision: "native" (the dtype of ``lhs``), "mxfp8" or "nvfp4".
-      impl: "xla" (default, on every platform; made for CPUs), "pallas" (TPU), or "interpret" (the
-        Pallas kernels run by jax, for tests).
+      impl: "xla" (default, on every platform; made for CPUs), "tpu", or "interpret" (the
+        TPU kernels run by jax, for tests).
 
     Returns:
       [rows, n] in the dtype of ``lhs``. Gradients have the dtypes of their arguments.
@@ -51,7 +51,7 @@ def grouped_matmul(
     Raises:
       ValueError: if shapes disagree, or ``precision`` or ``impl`` is unknown.
       TypeError: if ``lhs`` is neither bf16 nor f32, or sizes are no integers.
-      NotImplementedError: if blocks do not divide k or n, or an operand is too wide for "pallas".
+      NotImplementedError: if blocks do not divide k or n, or an operand is too wide for "tpu".
     """
     if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[1] or not rhs.shape[0]:
         raise ValueError(f"lhs {lhs.shape} and rhs {rhs.shape} must be [rows, k] and [group, k, n]")
@@ -61,8 +61,8 @@ def grouped_matmul(
         raise TypeError(f"lhs is {lhs.dtype}; legal are bfloat16 and float32")
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise TypeError(f"group_sizes is {group_sizes.dtype}; legal are integers")
-    if impl not in ("xla", "pallas", "interpret"):
-        raise ValueError(f"impl {impl!r}; legal are 'xla', 'pallas' and 'interpret'")
+    if impl not in ("xla", "tpu", "interpret"):
+        raise ValueError(f"impl {impl!r}; legal are 'xla', 'tpu' and 'interpret'")
     if precision not in recipe.BLOCKS:
         raise ValueError(
             f"precision {precision!r}; legal are {', '.join(map(repr, recipe.BLOCKS))}"

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import mxfp8, nvfp4
-from pallas_kernels.grouped_matmul import pallas, xla
+from pallas_kernels.grouped_matmul import tpu, xla
 
 # of which k and n must be multiples; the gradient of lhs sums over n, in MXFP8
 BLOCKS = {"native": (1, 1), "mxfp8": (32, 32), "nvfp4": (16, 32)}
@@ -22,7 +22,7 @@ def _backend(impl: str) -> tuple[Callable, Callable]:
     if impl == "xla":
         return xla.matmul, xla.weight_gradient
     interpret = impl == "interpret"
-    return tuple(partial(f, interpret=interpret) for f in (pallas.matmul, pallas.weight_gradient))
+    return tuple(partial(f, interpret=interpret) for f in (tpu.matmul, tpu.weight_gradient))
 
 
 def _mxfp8(x: jax.Array, axis: int) -> jax.Array:

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import float_bits as fb
-from pallas_kernels.mxfp8 import pallas, rounding, xla
+from pallas_kernels.mxfp8 import rounding, tpu, xla
 
-Impl = Literal["xla", "pallas", "interpret"]
+Impl = Literal["xla", "tpu", "interpret"]
 
 
 class MXFP8(NamedTuple):
@@ -39,13 +39,13 @@ def quantize(x: jax.Array, axis: int = -1, *, impl: Impl = "xla") -> MXFP8:
       axis: the axis along which a product with the tensor sums: blocks lie along it. Its length
         must be a multiple of 32. For operands summed over another axis, quantise again from ``x``;
         transposed codes are not the codes of the transpose.
-      impl: "xla" (default, on every platform), "pallas" (TPU), or "interpret" (the Pallas kernel
+      impl: "xla" (default, on every platform), "tpu", or "interpret" (the TPU kernel
         run by jax, for tests).
 
     Raises:
       ValueError: if the axis has another length or ``impl`` is unknown.
       TypeError: for other dtypes.
-      NotImplementedError: from "pallas" and "interpret", unless blocks lie along the last axis or
+      NotImplementedError: from "tpu" and "interpret", unless blocks lie along the last axis or
         along the first of two.
     """
     if not -x.ndim <= axis < x.ndim:
@@ -56,9 +56,9 @@ def quantize(x: jax.Array, axis: int = -1, *, impl: Impl = "xla") -> MXFP8:
     match impl:
         case "xla":
             return MXFP8(*xla.quantize(x, axis))
-        case "pallas" | "interpret":
-            return MXFP8(*pallas.quantize(x, axis, interpret=impl == "interpret"))
-    raise ValueError(f"impl {impl!r}; legal are 'xla', 'pallas' and 'interpret'")
+        case "tpu" | "interpret":
+            return MXFP8(*tpu.quantize(x, axis, interpret=impl == "interpret"))
+    raise ValueError(f"impl {impl!r}; legal are 'xla', 'tpu' and 'interpret'")
 
 
 def quantize_groups(

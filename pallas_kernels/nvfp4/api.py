@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import float_bits as fb
-from pallas_kernels.nvfp4 import pallas, reciprocal, rounding, xla
+from pallas_kernels.nvfp4 import reciprocal, rounding, tpu, xla
 
 Scale = Literal["token", "tensor"]
-Impl = Literal["xla", "pallas", "interpret", "reciprocal"]
+Impl = Literal["xla", "tpu", "interpret", "reciprocal"]
 
 
 class NVFP4(NamedTuple):
@@ -45,7 +45,7 @@ def quantize(x: jax.Array, scale: Scale = "token", *, impl: Impl = "xla") -> NVF
     Args:
       x: bf16 or f32 [..., n] with n a multiple of 16.
       scale: whether amax is that of a token (all but the last axis index tokens) or of the tensor.
-      impl: "xla" (default, on every platform), "pallas" (TPU), "interpret" (the Pallas kernel run
+      impl: "xla" (default, on every platform), "tpu", "interpret" (the TPU kernel run
         by jax, for tests), or "reciprocal": x * (1 / y) for every x / y, which is *wrong* in a few
         codes of ten thousand. It shows what fast division does to a model.
 
@@ -60,11 +60,11 @@ def quantize(x: jax.Array, scale: Scale = "token", *, impl: Impl = "xla") -> NVF
     match impl:
         case "xla":
             return NVFP4(*xla.quantize(x, scale))
-        case "pallas" | "interpret":
-            return NVFP4(*pallas.quantize(x, scale, interpret=impl == "interpret"))
+        case "tpu" | "interpret":
+            return NVFP4(*tpu.quantize(x, scale, interpret=impl == "interpret"))
         case "reciprocal":
             return NVFP4(*reciprocal.quantize(x, scale))
-    raise ValueError(f"impl {impl!r}; legal are 'xla', 'pallas', 'interpret' and 'reciprocal'")
+    raise ValueError(f"impl {impl!r}; legal are 'xla', 'tpu', 'interpret' and 'reciprocal'")
 
 
 def dequantize(q: NVFP4, dtype: jnp.dtype = jnp.float32) -> jax.Array:

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul import arg_specs, grouped_matmul, pallas, reference
+from pallas_kernels.grouped_matmul import arg_specs, grouped_matmul, reference, tpu
 
 BF16 = ml_dtypes.bfloat16
 PRECISIONS = ("native", "mxfp8", "nvfp4")
@@ -173,7 +173,7 @@ def test_the_kernel_scales_sums_and_covers_columns_that_tiles_do_not_divide():
     lhs, rhs, _, sizes = arg_specs.ArgSpec(150, 32, 288, (20, 0, 125)).arrays()
     rng = np.random.default_rng(0)
     scales = tuple(rng.uniform(1, 2, shape).astype(np.float32) for shape in (150, (3, 288)))
-    kernel = partial(pallas.matmul, dtype=jnp.float32, transposed=True, interpret=True)
+    kernel = partial(tpu.matmul, dtype=jnp.float32, transposed=True, interpret=True)
     got = jax.jit(kernel)(lhs, rhs.swapaxes(1, 2), sizes, scales=scales)
     group = np.repeat([0, 2, 0], [20, 125, 5])
     exact = reference.forward(lhs, rhs, sizes) * scales[0][:, None] * scales[1][group]
@@ -184,12 +184,12 @@ def test_the_kernels_lower_for_tpus():
     shapes = (512, 1024), (8, 1024, 1024), (512, 1024)
     args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     sizes = jax.ShapeDtypeStruct((8,), jnp.int32)
-    traced = run.trace(*args, sizes, precision="nvfp4", impl="pallas")
+    traced = run.trace(*args, sizes, precision="nvfp4", impl="tpu")
     assert traced.lower(lowering_platforms=("tpu",)).as_text().count("tpu_custom_call") == 3
     with pytest.raises(NotImplementedError, match=r"n = .*100000.* must fit"):
         wide = jax.ShapeDtypeStruct((8, 1024, 100_000), jnp.bfloat16)
         d_out = jax.ShapeDtypeStruct((512, 100_000), jnp.bfloat16)
-        run.trace(args[0], wide, d_out, sizes, impl="pallas")
+        run.trace(args[0], wide, d_out, sizes, impl="tpu")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import mxfp8
-from pallas_kernels.mxfp8 import arg_specs, pallas, reference
+from pallas_kernels.mxfp8 import arg_specs, reference, tpu
 
 BF16 = ml_dtypes.bfloat16
 run_optimised = jax.jit(mxfp8.quantize, static_argnames=("axis", "impl"))
@@ -127,7 +127,7 @@ def test_bytes_of_the_kernel_do_not_depend_on_tiles(shape, axis, tiles):
     x = arg_specs.wild(shape, BF16)
     x[3, 5], x[40 % shape[0], 30] = np.nan, -np.inf
     for tile in tiles:
-        kernel = partial(pallas.quantize, axis=axis, tile=tile, interpret=True)
+        kernel = partial(tpu.quantize, axis=axis, tile=tile, interpret=True)
         got = jax.jit(kernel, compiler_options=FAST_COMPILE)(x)
         equal(got, reference.quantize(x, axis))
 
@@ -135,7 +135,7 @@ def test_bytes_of_the_kernel_do_not_depend_on_tiles(shape, axis, tiles):
 @pytest.mark.parametrize("axis", [-1, 0])
 def test_the_kernel_lowers_for_tpus(axis):
     x = jax.ShapeDtypeStruct((512, 4096), jnp.bfloat16)
-    lowered = run.trace(x, axis=axis, impl="pallas").lower(lowering_platforms=("tpu",))
+    lowered = run.trace(x, axis=axis, impl="tpu").lower(lowering_platforms=("tpu",))
     assert "tpu_custom_call" in lowered.as_text()
 
 

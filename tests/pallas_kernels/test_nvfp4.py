@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import nvfp4
-from pallas_kernels.nvfp4 import arg_specs, pallas, reference
+from pallas_kernels.nvfp4 import arg_specs, reference, tpu
 
 BF16, F32 = ml_dtypes.bfloat16, np.float32
 run_optimised = jax.jit(nvfp4.quantize, static_argnames=("scale", "impl"))
@@ -157,14 +157,14 @@ def test_bytes_of_the_kernel_do_not_depend_on_tiles(scale, tile):
     x = arg_specs.wild((20, 96), BF16)
     if scale == "token":
         x[3, 5], x[17, 90] = np.nan, -np.inf
-    kernel = partial(pallas.quantize, scale=scale, tile=tile, interpret=True)
+    kernel = partial(tpu.quantize, scale=scale, tile=tile, interpret=True)
     got = jax.jit(kernel, compiler_options=FAST_COMPILE)(x)
     equal(got, reference.quantize(x, scale))
 
 
 def test_the_kernel_lowers_for_tpus():
     x = jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16)
-    lowered = run.trace(x, impl="pallas").lower(lowering_platforms=("tpu",))
+    lowered = run.trace(x, impl="tpu").lower(lowering_platforms=("tpu",))
     assert "tpu_custom_call" in lowered.as_text()
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from c2.config import ConfigError
+from pallas_kernels.mxfp8.rounding import BLOCK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +124,9 @@ class MoEConfig:
 
     ``scoring`` turns router logits into scores. ``bias`` adds a selection bias per expert, which
     training moves towards equal load. ``groups`` > 1 limits each token to its ``top_groups`` best
-    groups of experts.
+    groups of experts. ``precision`` is that of the routed experts' products (report section 6.1):
+    ``native`` is the compute dtype; below it operands are quantised in blocks from bf16, by MXFP8
+    in both passes or by NVFP4 with a scale per token in the forward and MXFP8 in the backward pass.
     """
 
     experts: int
@@ -136,6 +139,7 @@ class MoEConfig:
     top_groups: int = 1
     norm_top_k: bool = True
     scale: float = 1.0
+    precision: Literal["native", "mxfp8", "nvfp4_fwd_mxfp8_bwd"] = "native"
 
     def __post_init__(self):
         if self.experts < 1 or self.intermediate < 1 or self.shared < 0:
@@ -199,6 +203,13 @@ class ModelConfig:
             )
         if self.mtp < 0:
             raise ConfigError(f"mtp must be at least 0, got {self.mtp}")
+        if self.moe is not None and self.moe.precision != "native":
+            sizes = self.hidden, self.moe.intermediate
+            if any(size % BLOCK for size in sizes):
+                raise ConfigError(
+                    f"moe.precision: {self.moe.precision!r} needs multiples of {BLOCK}, the length "
+                    f"of a block, as hidden and moe.intermediate; got {sizes}"
+                )
 
     @property
     def moe_layers(self) -> int:

@@ -12,6 +12,9 @@ from pallas_kernels.expert_mlp import expert_mlp
 OWN_ROUTE = -1  # in given routes: no route was captured
 NO_TOKEN = -2  # in given and returned routes: padding, routed nowhere
 
+# the grouped matmul names a recipe after its forward pass
+KERNEL_PRECISION = {"native": "native", "mxfp8": "mxfp8", "nvfp4_fwd_mxfp8_bwd": "nvfp4"}
+
 
 @struct.dataclass
 class MoE:
@@ -124,7 +127,8 @@ def moe(
         used = jnp.where(real.reshape(-1, 1), used, NO_TOKEN)
         weights = gate(scores, used, m)
     with jax.named_scope("experts"):
-        out = expert_mlp(flat, used, weights, p.gate_up, p.down)
+        precision = KERNEL_PRECISION[m.precision]
+        out = expert_mlp(flat, used, weights, p.gate_up, p.down, precision=precision)
     if p.shared is not None:
         with jax.named_scope("shared_expert"):
             out = out + mlp(flat, p.shared)

@@ -21,9 +21,18 @@ def batch(packed_rows, tiny_config):
     return packed_rows(ROWS, SEQ, tiny_config.vocab)
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+PRECISIONS = {
+    "float32": ("float32", "native"),
+    "bfloat16": ("bfloat16", "native"),
+    "nvfp4": ("bfloat16", "nvfp4_fwd_mxfp8_bwd"),
+}
+
+
+@pytest.fixture(scope="module", params=PRECISIONS)
 def forward(request, tiny_config, random_params):
-    cfg = replace(tiny_config, dtype=request.param)
+    dtype, precision = PRECISIONS[request.param]
+    experts = replace(tiny_config.moe, intermediate=32, precision=precision)
+    cfg = replace(tiny_config, dtype=dtype, moe=experts)
     p = random_params(cfg)
 
     @jax.jit

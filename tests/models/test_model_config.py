@@ -35,7 +35,14 @@ def test_illegal_values_are_refused_by_name(cfg, change, named):
 
 @pytest.mark.parametrize(
     ("change", "named"),
-    [({"vocab": 0}, "vocab"), ({"dense_layers": 4}, r"dense_layers must be in 0..layers = 3")],
+    [
+        ({"vocab": 0}, "vocab"),
+        ({"dense_layers": 4}, r"dense_layers must be in 0..layers = 3"),
+        (
+            {"moe": replace(MOE, precision="mxfp8")},
+            r"^moe.precision: .* multiples of 32.*\(32, 4\)",
+        ),
+    ],
 )
 def test_illegal_model_is_refused_by_name(tiny_config, change, named):
     with pytest.raises(ConfigError, match=named):

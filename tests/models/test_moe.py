@@ -205,3 +205,25 @@ def test_softmax_scores_equal_numpy(block, tiny_config):
     best = np.take_along_axis(exact, np.asarray(routes), -1)
     weights = moe.gate(jnp.asarray(scores), routes, m)
     np.testing.assert_allclose(weights, best / best.sum(-1, keepdims=True), rtol=2e-5)
+
+
+@pytest.mark.parametrize("precision", ["mxfp8", "nvfp4_fwd_mxfp8_bwd"])
+def test_only_routed_experts_are_computed_in_low_precision(block, tiny_config, precision):
+    """At an error of the published size; the router, its weights and the shared expert stay."""
+    _, x, real = block
+    native = replace(tiny_config, moe=replace(tiny_config.moe, intermediate=32))
+    low = replace(native, moe=replace(native.moe, precision=precision))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda spec: jnp.asarray(rng.normal(size=spec.shape) * spec.fan_in**-0.5, jnp.float32),
+        moe.spec(native, 1.0),
+    )
+    (exact, routes), (rounded, same) = (
+        moe.moe(x, params, real, None, cfg) for cfg in (native, low)
+    )
+    np.testing.assert_array_equal(routes, same)
+    np.testing.assert_array_equal(exact[~real], rounded[~real])  # the shared expert alone
+    shared = swiglu(x, params.shared.gate_up, params.shared.down)
+    error = jnp.linalg.norm((rounded - exact)[real]) / np.linalg.norm((exact - shared)[real])
+    low, high = {"mxfp8": (0.03, 0.12), "nvfp4_fwd_mxfp8_bwd": (0.12, 0.4)}[precision]
+    assert low < error < high

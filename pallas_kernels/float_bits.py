@@ -97,7 +97,15 @@ def compose(m: jax.Array, e: jax.Array, width: int, *, down: bool = False) -> ja
 
 
 def _reciprocal(x: jax.Array) -> jax.Array:
-    return 1 / x
+    """About 1 / x, 2**23 <= x < 2**24, without the division that means something else everywhere.
+
+    Newton's steps square the relative error: the best straight line through 1 / x on an octave is
+    1/17 off, then 1/289, then 2**-16.3.
+    """
+    r = 48 / 17 * 2.0**-24 - 32 / 17 * 2.0**-48 * x
+    for _ in range(2):
+        r = r * (2 - x * r)
+    return r
 
 
 def divide(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -105,9 +113,8 @@ def divide(x: jax.Array, y: jax.Array) -> jax.Array:
 
     The quotient's integer part is found in two digits of 13 bits. A digit is guessed with a float
     reciprocal, and the remainder that the guess leaves is computed modulo 2**32, which is exact
-    because the true remainder is small. With a relative error of the guess below 2**-14 (GPUs and
-    TPUs promise some units of 2**-24) a digit is off by less than 2, and so is the quotient after
-    the second; three comparisons settle it.
+    because the true remainder is small. With a relative error of the guess below 2**-14 a digit is
+    off by less than 2, and so is the quotient after the second; three comparisons settle it.
 
     Args:
       x: int32 patterns, finite.

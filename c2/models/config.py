@@ -171,7 +171,8 @@ class ModelConfig:
     (DeepSeek-V3 section 2.2; report section 3.1). ``dtype`` is the type activations and matmul
     operands are computed in; parameters are stored in f32. ``remat`` names what the backward pass
     recomputes: ``none`` keeps every residual, ``dots`` keeps matmul results only, ``full`` keeps
-    one hidden state per layer.
+    one hidden state per layer. ``kernels`` names the backend of attention and routed experts, see
+    `pallas_kernels`: ``xla`` runs everywhere and is made for CPUs.
     """
 
     vocab: int
@@ -187,6 +188,7 @@ class ModelConfig:
     mtp: int = 0
     dtype: Literal["float32", "bfloat16"] = "float32"
     remat: Literal["none", "dots", "full"] = "none"
+    kernels: Literal["xla", "tpu", "hopper", "blackwell"] = "xla"
 
     def __post_init__(self):
         for name in ("vocab", "hidden", "layers", "dense_intermediate"):

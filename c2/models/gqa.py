@@ -72,7 +72,7 @@ def attention(
         if past is None:
             # every query head gets a copy of its keys: the kernel knows no groups
             repeated = (jnp.repeat(heads, a.heads // a.kv_heads, axis=2) for heads in (k, v))
-            mixed = flash_attention(q, *repeated, tokens.segment_ids, scale=scale)
+            mixed = flash_attention(q, *repeated, tokens.segment_ids, scale=scale, impl=cfg.kernels)
             entry = None
         else:
             mixed = attend(q, (past.k, past.v), (k, v), tokens, scale)

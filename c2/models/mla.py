@@ -98,7 +98,7 @@ def _expanded(q_nope, q_rope, latent, k_rope, p, tokens, cfg, scale):
         k = jnp.concatenate([k_nope, k_rope], axis=-1)
         q = jnp.concatenate([q_nope, q_rope], axis=-1)  # [batch, seq, heads, nope + rope]
     with jax.named_scope("mla_attend"):
-        return flash_attention(q, k, v, tokens.segment_ids, scale=scale)
+        return flash_attention(q, k, v, tokens.segment_ids, scale=scale, impl=cfg.kernels)
 
 
 def _absorbed(q_nope, q_rope, entry, past, p, tokens, cfg, scale):

@@ -128,7 +128,9 @@ def moe(
         weights = gate(scores, used, m)
     with jax.named_scope("experts"):
         precision = KERNEL_PRECISION[m.precision]
-        out = expert_mlp(flat, used, weights, p.gate_up, p.down, precision=precision)
+        out = expert_mlp(
+            flat, used, weights, p.gate_up, p.down, precision=precision, impl=cfg.kernels
+        )
     if p.shared is not None:
         with jax.named_scope("shared_expert"):
             out = out + mlp(flat, p.shared)

@@ -1,6 +1,6 @@
 """Public entry point of the grouped matmul."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.grouped_matmul import recipe
 
 Precision = Literal["native", "mxfp8", "nvfp4"]
-Impl = Literal["xla", "tpu", "interpret"]
+Impl = Literal["xla", "tpu", "hopper", "blackwell", "interpret"]
 
 
 def grouped_matmul(
@@ -24,9 +24,10 @@ def grouped_matmul(
     Rows are sorted by group; groups may have any size, zero included. Rows behind the last group
     give zeros and get zero gradients, whatever they hold. Differentiable in ``lhs`` and ``rhs``.
 
-    Sums are f32. A row of the result and of the gradient of ``lhs`` depends, bit for bit, on that
-    row and its matrix alone: not on other rows, their number or the sizes of groups. The gradient
-    of a matrix depends on the rows of its group alone; a NaN elsewhere does not reach it.
+    Sums are f32; within a block of MXFP8, the tensor cores of "hopper" keep about 14 bits. A row of
+    the result and of the gradient of ``lhs`` depends, bit for bit, on that row and its matrix
+    alone: not on other rows, their number or the sizes of groups. The gradient of a matrix depends
+    on the rows of its group alone; a NaN elsewhere does not reach it.
 
     Under "mxfp8" and "nvfp4" the operands of each of the three products (this one and the two of
     the backward pass) are rounded from those given here, in the dtype of ``lhs``, in blocks along
@@ -42,8 +43,8 @@ def grouped_matmul(
         to it first.
       group_sizes: int32 [group], not negative, at most ``rows`` in total.
       precision: "native" (the dtype of ``lhs``), "mxfp8" or "nvfp4".
-      impl: "xla" (default, on every platform; made for CPUs), "tpu", or "interpret" (the
-        TPU kernels run by jax, for tests).
+      impl: "xla" (default, on every platform; made for CPUs), "tpu", "hopper", "blackwell", or
+        "interpret" (the TPU kernels run by jax, for tests).
 
     Returns:
       [rows, n] in the dtype of ``lhs``. Gradients have the dtypes of their arguments.
@@ -51,7 +52,8 @@ def grouped_matmul(
     Raises:
       ValueError: if shapes disagree, or ``precision`` or ``impl`` is unknown.
       TypeError: if ``lhs`` is neither bf16 nor f32, or sizes are no integers.
-      NotImplementedError: if blocks do not divide k or n, or an operand is too wide for "tpu".
+      NotImplementedError: if blocks do not divide k or n; if an operand is too wide for "tpu"; from
+        "hopper" and "blackwell", if tiles do not divide the shapes, or native operands are f32.
     """
     if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[1] or not rhs.shape[0]:
         raise ValueError(f"lhs {lhs.shape} and rhs {rhs.shape} must be [rows, k] and [group, k, n]")
@@ -61,8 +63,8 @@ def grouped_matmul(
         raise TypeError(f"lhs is {lhs.dtype}; legal are bfloat16 and float32")
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise TypeError(f"group_sizes is {group_sizes.dtype}; legal are integers")
-    if impl not in ("xla", "tpu", "interpret"):
-        raise ValueError(f"impl {impl!r}; legal are 'xla', 'tpu' and 'interpret'")
+    if impl not in get_args(Impl):
+        raise ValueError(f"impl {impl!r}; legal are {', '.join(map(repr, get_args(Impl)))}")
     if precision not in recipe.BLOCKS:
         raise ValueError(
             f"precision {precision!r}; legal are {', '.join(map(repr, recipe.BLOCKS))}"
@@ -72,4 +74,5 @@ def grouped_matmul(
         raise NotImplementedError(
             f"{precision} with k, n = {rhs.shape[1:]}; they must be multiples of {blocks}"
         )
-    return recipe.grouped_matmul(lhs, rhs, group_sizes.astype(jnp.int32), precision, impl)
+    lhs, rhs, sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes, jnp.int32)
+    return recipe.grouped_matmul(lhs, rhs, sizes, precision, impl)

@@ -30,6 +30,10 @@ class ArgSpec(NamedTuple):
 
 
 BENCH = ArgSpec(4096, 1024, 1024, (600, 500, 0, 700, 300, 900, 596, 500))
+AOT = {  # an expert's projections at the size of DeepSeek-V3; compiled for chips, not run
+    name: ArgSpec(8192, k, n, (2000, 900, 0, 1500, 800, 1300, 700, 900))
+    for name, (k, n) in {"gate and up": (7168, 2 * 2048), "down": (2048, 7168)}.items()
+}
 TESTS = {  # one shape, so that tests compile one program for all
     name: ArgSpec(392, 96, 160, group_sizes)
     for name, group_sizes in {

@@ -5,48 +5,15 @@ order, so those of one tile, or of one group, follow each other while its result
 A program sums over all of k, or over the rows of its visit; there is no tiling of k.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-ROWS, COLUMNS = 128, 256  # of a tile
+from pallas_kernels.grouped_matmul.visits import ROWS, Visits, visits
+
+COLUMNS = 256  # of a tile
 _VMEM = 12 << 20  # bytes for the tiles of a program, of the 16 MiB that smaller chips let it have
-
-
-class Visits(NamedTuple):
-    """Int32 [visit] each; surplus visits at the end cover no rows.
-
-    Attributes:
-      group: the group, or the last one for rows behind it.
-      tile: the tile of rows.
-      begin: the first of the group's rows.
-      end: the row behind its last; ``begin`` for rows behind the last group.
-    """
-
-    group: jax.Array
-    tile: jax.Array
-    begin: jax.Array
-    end: jax.Array
-
-
-def visits(group_sizes: jax.Array, rows: int) -> Visits:
-    """Lists which groups have rows in which tiles, each group at least once, every tile too."""
-    groups, tiles = len(group_sizes), pl.cdiv(rows, ROWS)
-    ends = jnp.append(jnp.cumsum(group_sizes), rows)  # rows behind the last group are one more
-    begins = jnp.append(0, ends[:-1])
-    first = jnp.minimum(begins // ROWS, tiles - 1)
-    last = jnp.maximum((ends - 1) // ROWS, first)
-    behind = jnp.cumsum(last - first + 1)  # visits up to and including those of the group
-
-    visit = jnp.arange(tiles + groups + 1)
-    owner = jnp.minimum(jnp.searchsorted(behind, visit, side="right"), groups)
-    tile = jnp.minimum(visit - behind[owner] + last[owner] + 1, tiles - 1)
-    covered = jnp.where(owner < groups, ends[owner], begins[owner])
-    found = jnp.minimum(owner, groups - 1), tile, begins[owner], covered
-    return Visits(*(x.astype(jnp.int32) for x in found))
 
 
 def matmul(
@@ -69,7 +36,7 @@ def matmul(
             f"rows, k, n = {rows, k, n}: must not be empty, and tiles of {tiles} bytes for all of "
             f"k must fit into {_VMEM}"
         )
-    plan = visits(group_sizes, rows)
+    plan = _plan(group_sizes, rows)
 
     def kernel(group, tile, begin, end, lhs_ref, rhs_ref, *refs):
         v, out_ref = pl.program_id(1), refs[-1]
@@ -116,7 +83,7 @@ def weight_gradient(
     """See `pallas_kernels.grouped_matmul.xla.weight_gradient`."""
     (rows, k), n = lhs.shape, d_out.shape[1]
     features, columns = min(k, COLUMNS), min(n, COLUMNS)
-    plan = visits(group_sizes, rows)
+    plan = _plan(group_sizes, rows)
 
     def kernel(group, tile, begin, end, lhs_ref, d_out_ref, out_ref):
         v = pl.program_id(2)
@@ -140,6 +107,13 @@ def weight_gradient(
     grid = (pl.cdiv(k, features), pl.cdiv(n, columns), len(plan.group))
     out = jax.ShapeDtypeStruct((len(group_sizes), k, n), jnp.float32)
     return _call(kernel, grid, specs, here, out, interpret)(*plan, lhs, d_out).astype(dtype)
+
+
+def _plan(group_sizes: jax.Array, rows: int) -> Visits:
+    """Visits; those of rows behind the last group count as empty ones of that group."""
+    plan, last = visits(group_sizes, rows), len(group_sizes) - 1
+    end = jnp.where(plan.group > last, plan.begin, plan.end)
+    return plan._replace(group=jnp.minimum(plan.group, last), end=end)
 
 
 def _call(kernel, grid, in_specs, out_spec, out_shape, interpret):

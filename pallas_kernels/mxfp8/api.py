@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import float_bits as fb
+from pallas_kernels import group_rows
 from pallas_kernels.mxfp8 import rounding, tpu, xla
 
-Impl = Literal["xla", "tpu", "interpret"]
+Impl = Literal["xla", "tpu", "gpu", "interpret"]
 
 
 class MXFP8(NamedTuple):
@@ -39,14 +40,14 @@ def quantize(x: jax.Array, axis: int = -1, *, impl: Impl = "xla") -> MXFP8:
       axis: the axis along which a product with the tensor sums: blocks lie along it. Its length
         must be a multiple of 32. For operands summed over another axis, quantise again from ``x``;
         transposed codes are not the codes of the transpose.
-      impl: "xla" (default, on every platform), "tpu", or "interpret" (the TPU kernel
-        run by jax, for tests).
+      impl: "xla" (default, on every platform), "tpu", "gpu" (Hopper and Blackwell), or "interpret"
+        (the TPU kernel run by jax, for tests).
 
     Raises:
       ValueError: if the axis has another length or ``impl`` is unknown.
       TypeError: for other dtypes.
-      NotImplementedError: from "tpu" and "interpret", unless blocks lie along the last axis or
-        along the first of two.
+      NotImplementedError: from all but "xla", unless blocks lie along the last axis or along the
+        first of two; from "gpu", if x is not made of its tiles.
     """
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"axis {axis} of x {x.shape} does not exist")
@@ -58,7 +59,11 @@ def quantize(x: jax.Array, axis: int = -1, *, impl: Impl = "xla") -> MXFP8:
             return MXFP8(*xla.quantize(x, axis))
         case "tpu" | "interpret":
             return MXFP8(*tpu.quantize(x, axis, interpret=impl == "interpret"))
-    raise ValueError(f"impl {impl!r}; legal are 'xla', 'tpu' and 'interpret'")
+        case "gpu":
+            from pallas_kernels.mxfp8 import gpu  # slow to import, and of use to few
+
+            return MXFP8(*gpu.quantize(x, axis))
+    raise ValueError(f"impl {impl!r}; legal are 'xla', 'tpu', 'gpu' and 'interpret'")
 
 
 def quantize_groups(
@@ -79,15 +84,8 @@ def quantize_groups(
       The padded groups, codes [32 * (rows // 32 + group), features], zeros behind the last; and
       their sizes, int32 [group], multiples of 32.
     """
-    rows, groups = x.shape[0], group_sizes.shape[0]
-    padded = -(-group_sizes // rounding.BLOCK) * rounding.BLOCK
-    end, padded_end = jnp.cumsum(group_sizes), jnp.cumsum(padded)
-    row = jnp.arange((rows // rounding.BLOCK + groups) * rounding.BLOCK)
-    group = jnp.searchsorted(padded_end, row, side="right")
-    source = row + jnp.take(end - group_sizes - padded_end + padded, group, mode="clip")
-    filled = (group < groups) & (source < jnp.take(end, group, mode="clip"))
-    source = jnp.where(filled, source, rows)
-    return quantize(x.at[source].get(mode="fill", fill_value=0), 0, impl=impl), padded
+    padded, sizes = group_rows.pad(x, group_sizes, rounding.BLOCK)
+    return quantize(padded, 0, impl=impl), sizes
 
 
 def dequantize(q: MXFP8, dtype: jnp.dtype = jnp.float32) -> jax.Array:

@@ -17,8 +17,9 @@ def scale_codes(amax: jax.Array) -> jax.Array:
     """RCEIL: E8M0 codes of 2**ceil(log2(amax / 448)), int32, from patterns of block maxima.
 
     With amax = m * 2**e, 1 <= m < 2, the power is e - 8, one more where m exceeds 448 / 2**8 =
-    1.75. On the pattern this is a carry into the exponent. fl(amax / 448) rounds to a power of two
-    only if the exact quotient is one, so the rule by division gives the same codes.
+    1.75. On the pattern this is a carry into the exponent. The rule by f32 division gives the same
+    codes but for one number: the quotient of the next above 448 * 2**-127 is subnormal and rounds
+    to 2**-127.
     """
     above_1_75 = (1 << 23) - 1 - 0x600000
     codes = jnp.maximum((amax + above_1_75 >> 23) - 8, 0)  # code 0, 2**-127, is the least

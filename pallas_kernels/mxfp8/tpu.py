@@ -7,9 +7,9 @@ from jax.experimental import pallas as pl
 from pallas_kernels import float_bits as fb
 from pallas_kernels.mxfp8 import rounding, xla
 
-# Rows and columns of a program for blocks along axis 0 and 1, such that tiles of scales are large
-# enough for TPUs too. What sticks out of the matrix is dropped.
-TILES = (256, 1024), (32, 4096)
+# Rows and columns of a program for blocks along axis 0 and 1: with 32 x 128 scales, the least at
+# which TPUs tile them, or more. What sticks out of the matrix is dropped.
+TILES = (1024, 256), (32, 4096)
 
 
 def quantize(

@@ -9,7 +9,7 @@ from pallas_kernels import float_bits as fb
 from pallas_kernels.nvfp4 import reciprocal, rounding, tpu, xla
 
 Scale = Literal["token", "tensor"]
-Impl = Literal["xla", "tpu", "interpret", "reciprocal"]
+Impl = Literal["xla", "tpu", "gpu", "interpret", "reciprocal"]
 
 
 class NVFP4(NamedTuple):
@@ -45,13 +45,14 @@ def quantize(x: jax.Array, scale: Scale = "token", *, impl: Impl = "xla") -> NVF
     Args:
       x: bf16 or f32 [..., n] with n a multiple of 16.
       scale: whether amax is that of a token (all but the last axis index tokens) or of the tensor.
-      impl: "xla" (default, on every platform), "tpu", "interpret" (the TPU kernel run
-        by jax, for tests), or "reciprocal": x * (1 / y) for every x / y, which is *wrong* in a few
-        codes of ten thousand. It shows what fast division does to a model.
+      impl: "xla" (default, on every platform), "tpu", "gpu" (Hopper and Blackwell), "interpret"
+        (the TPU kernel run by jax, for tests), or "reciprocal": x * (1 / y) for every x / y, which
+        is *wrong* in a few codes of ten thousand. It shows what fast division does to a model.
 
     Raises:
       ValueError: if n is no multiple of 16, or ``scale`` or ``impl`` is unknown.
       TypeError: for other dtypes.
+      NotImplementedError: from kernels, if x is empty; from "gpu", if it is not made of its tiles.
     """
     if x.ndim == 0 or x.shape[-1] % rounding.BLOCK:
         raise ValueError(f"x {x.shape}: the last axis must be a multiple of {rounding.BLOCK} long")
@@ -62,9 +63,13 @@ def quantize(x: jax.Array, scale: Scale = "token", *, impl: Impl = "xla") -> NVF
             return NVFP4(*xla.quantize(x, scale))
         case "tpu" | "interpret":
             return NVFP4(*tpu.quantize(x, scale, interpret=impl == "interpret"))
+        case "gpu":
+            from pallas_kernels.nvfp4 import gpu  # slow to import, and of use to few
+
+            return NVFP4(*gpu.quantize(x, scale))
         case "reciprocal":
             return NVFP4(*reciprocal.quantize(x, scale))
-    raise ValueError(f"impl {impl!r}; legal are 'xla', 'tpu', 'interpret' and 'reciprocal'")
+    raise ValueError(f"impl {impl!r}; legal are 'xla', 'tpu', 'gpu', 'interpret' and 'reciprocal'")
 
 
 def dequantize(q: NVFP4, dtype: jnp.dtype = jnp.float32) -> jax.Array:

@@ -25,6 +25,8 @@ TESTS = (
     ArgSpec((40, 96), np.float32, "token"),
     ArgSpec((40, 96), ml_dtypes.bfloat16, "tensor"),
     ArgSpec((40, 96), np.float32, "tensor"),
+    ArgSpec((2, 64, 32), ml_dtypes.bfloat16, "token"),
+    ArgSpec((2, 64, 32), np.float32, "tensor"),
     ArgSpec((2, 3, 32), ml_dtypes.bfloat16, "token"),
     ArgSpec((32,), np.float32, "token"),
     ArgSpec((0, 32), np.float32, "token"),

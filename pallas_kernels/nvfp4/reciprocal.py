@@ -26,7 +26,7 @@ def quantize(x: jax.Array, scale: str) -> tuple[jax.Array, jax.Array, jax.Array]
     quotients = fb.from_float(_divide(blocks, d[..., None]))
     # the borders between quotients are those between elements of a block with d = 1
     unusable = (scales == 0) | (scales == fb.E4M3_NAN)
-    borders = rounding.borders(jnp.where(unusable, fb.INF, fb.ONE)[..., None])
+    borders = rounding.borders(rounding.bases(jnp.where(unusable, fb.INF, fb.ONE)[..., None]))
     codes = rounding.element_codes(quotients, borders).astype(jnp.uint8)
     return fb.pack_nibbles(codes.reshape(x.shape)), scales.astype(jnp.uint8), g
 

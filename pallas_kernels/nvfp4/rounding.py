@@ -15,7 +15,6 @@ from pallas_kernels import float_bits as fb
 
 BLOCK = 16
 RANGE = 6.0 * fb.E4M3_MAX  # the largest element times the largest block scale
-_NEVER = 0x7FFFFFFF  # nothing exceeds this pattern
 
 
 class _Tie(NamedTuple):
@@ -30,14 +29,11 @@ class _Tie(NamedTuple):
     up: bool
 
 
+# The ties but for powers of two. 0.25 is a quarter of 1, whose border is d itself.
 TIES = (
-    _Tie(1, -2, 1, False),  # 0.25
     _Tie(3, -2, 2, True),  # 0.75
-    _Tie(5, -2, 3, False),  # 1.25
-    _Tie(7, -2, 3, True),  # 1.75
-    _Tie(5, -1, 3, False),  # 2.5
-    _Tie(7, -1, 3, True),  # 3.5
-    _Tie(5, 0, 3, False),  # 5
+    _Tie(7, -1, 3, True),  # 3.5, and 1.75
+    _Tie(5, 0, 3, False),  # 5, and 2.5 and 1.25
 )
 
 
@@ -47,10 +43,24 @@ def outer_scale(amax: jax.Array) -> jax.Array:
     return jnp.where(amax >= fb.INF, fb.NAN, jnp.where(g == 0, fb.ONE, g))
 
 
-def block_scales(block_amax: jax.Array, g: jax.Array) -> jax.Array:
-    """E4M3 codes of s = e4m3(min(fl(fl(amax_block / 6) / g), 448)), NaN where g is."""
-    sixth = fb.divide(block_amax, jnp.full_like(block_amax, fb.pattern(6.0)))
-    ratio = jnp.minimum(fb.divide(sixth, g), fb.pattern(fb.E4M3_MAX))
+def sixths(block_amax: jax.Array) -> jax.Array:
+    """Patterns of fl(amax_block / 6), by half of the work of a division by any number.
+
+    The mantissa is divided by 3 in two digits. Dividends below 49152 times 43691 fit int32, and
+    2**17 divides the product to the exact integer part.
+    """
+    m, e = fb.decompose(block_amax)
+    high = (m >> 9) * 43691 >> 17
+    rest = (m - (3 * high << 9)) << 4  # the quotient gets 4 bits more, 26 at least
+    low = rest * 43691 >> 17
+    quotient = (high << 13) + low
+    quotient = jnp.where(rest != 3 * low, quotient | 1, quotient)  # to odd, as `fb.divide` does
+    return jnp.where(block_amax == 0, 0, fb.compose(quotient, e - 1 - 4, 26))
+
+
+def block_scales(sixths: jax.Array, g: jax.Array) -> jax.Array:
+    """E4M3 codes of s = e4m3(min(fl(sixth / g), 448)), NaN where g is."""
+    ratio = jnp.minimum(fb.divide(sixths, g), fb.pattern(fb.E4M3_MAX))
     return jnp.where(g == fb.NAN, fb.E4M3_NAN, fb.encode_e4m3(ratio))
 
 
@@ -68,26 +78,47 @@ def divisors(scales: jax.Array, g: jax.Array) -> jax.Array:
     return jnp.where((scales == 0) | (scales == fb.E4M3_NAN), fb.INF, d)
 
 
-def borders(d: jax.Array) -> list[jax.Array]:
-    """Per tie, the pattern of the greatest x whose fl(x / d) is still on the lower side.
+def bases(d: jax.Array) -> list[jax.Array]:
+    """Per tie t, the pattern of the greatest x whose fl(x / d) is still on the lower side; and d.
 
-    With t the tie and u its unit in the last place, fl(q) > t if and only if q > t + u/2, and
-    fl(q) >= t if and only if q >= t - u/2: t is even, so half-way cases round to it. (No tie that
-    rounds up is a power of two, below which the unit would be smaller.) With d = m * 2**e and
-    t = k * 2**j, k of w bits, u/2 is 2**(j + w - 25). Close to t * d, which is at least
-    2**(23 + e + j), every x is an integer in units of 2**(e + j), so both conditions read x > n
-    with an integer n next to k * m -+ m * 2**(w - 25).
-
-    An infinite d has borders above everything.
+    With u the tie's unit in the last place, fl(q) > t if and only if q > t + u/2, and fl(q) >= t if
+    and only if q >= t - u/2: t is even, so half-way cases round to it. (No tie that rounds up is a
+    power of two, below which the unit would be smaller.) With d = m * 2**e and t = k * 2**j, k of w
+    bits, u/2 is 2**(j + w - 25). Close to t * d, which is at least 2**(23 + e + j), every x is an
+    integer in units of 2**(e + j), so both conditions read x > n with an integer n next to
+    k * m -+ m * 2**(w - 25).
     """
     m, e = fb.decompose(d)
-    found = []
+    found = [d]
     for tie in TIES:
         half_unit = m >> 25 - tie.width
         n = tie.m * m - half_unit - 1 if tie.up else tie.m * m + half_unit
-        border = fb.compose(n, e + tie.e, 23 + tie.width, down=True)
-        found.append(jnp.where(d == fb.INF, _NEVER, border))
+        found.append(fb.compose(n, e + tie.e, 23 + tie.width, down=True))
     return found
+
+
+def borders(bases: Sequence[jax.Array]) -> list[jax.Array]:
+    """All seven in order, from `bases` as they are or narrowed to bf16.
+
+    The rest are halves and quarters of these: rounding down twice is rounding down. An infinite d
+    has borders above everything.
+    """
+    one, b_0_75, b_3_5, b_5 = bases
+    b_2_5 = _half(b_5)
+    found = [_half(_half(one)), b_0_75, _half(b_2_5), _half(b_3_5), b_2_5, b_3_5, b_5]
+    infinity = fb.INF >> _dropped_bits(one)
+    return [jnp.where(one == infinity, jnp.iinfo(one.dtype).max, b) for b in found]
+
+
+def _half(bits: jax.Array) -> jax.Array:
+    """The pattern of half the number, rounded down."""
+    octave = fb.MIN_NORMAL >> _dropped_bits(bits)
+    # below the second octave patterns count units of the last place
+    return jnp.where(bits < 2 * octave, bits >> 1, bits - octave)
+
+
+def _dropped_bits(bits: jax.Array) -> int:
+    return 32 - 8 * bits.dtype.itemsize
 
 
 def element_codes(bits: jax.Array, borders: Sequence[jax.Array]) -> jax.Array:

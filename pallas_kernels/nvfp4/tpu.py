@@ -36,8 +36,8 @@ def quantize(
         bits = bits.swapaxes(1, 2)  # blocks fill the lanes of a TPU, their 16 elements would not
         block_amax = fb.magnitude(bits).max(1)
         g = jnp.broadcast_to(g_ref[...], block_amax.shape)
-        scales = rounding.block_scales(block_amax, g)
-        borders = rounding.borders(rounding.divisors(scales, g))
+        scales = rounding.block_scales(rounding.sixths(block_amax), g)
+        borders = rounding.borders(rounding.bases(rounding.divisors(scales, g)))
         codes = rounding.element_codes(bits, [border[:, None] for border in borders])
         codes_ref[...] = codes.swapaxes(1, 2).reshape(tile).astype(jnp.uint8)
         scales_ref[...] = scales.astype(jnp.uint8)

@@ -176,3 +176,20 @@ def test_a_model_may_be_all_dense_or_all_mixture(world, tiny_config):
     assert dense.logits.shape == (3, 24, 61)
     mixture = run(replace(tiny_config, dense_layers=0, layers=2))
     assert jax.eval_shape(mixture, p.replace(dense=None)).routes.shape == (3, 24, 2, 3)
+
+
+def test_the_config_chooses_the_kernels(tiny_config):
+    """Lowered for a TPU: attention of both stacks, two products of the experts; their gradients."""
+    experts = replace(tiny_config.moe, intermediate=32, precision="nvfp4_fwd_mxfp8_bwd")
+    cfg = replace(tiny_config, dtype="bfloat16", moe=experts, kernels="tpu")
+
+    def loss(p, tokens):
+        return models.forward(p, tokens, cfg).logits.sum()
+
+    args = models.abstract(cfg), jax.ShapeDtypeStruct((1, 256), jnp.int32)
+    for f, calls in ((loss, 2 + 2), (jax.grad(loss), 2 * 3 + 2 * 3)):
+        text = jax.jit(f).trace(*args).lower(lowering_platforms=("tpu",)).as_text()
+        assert text.count("tpu_custom_call") == calls
+    xla = replace(cfg, kernels="xla")
+    text = jax.jit(models.forward, static_argnums=2).trace(*args, xla)
+    assert "tpu_custom_call" not in text.lower(lowering_platforms=("tpu",)).as_text()

@@ -11,8 +11,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from pallas_kernels import float_bits as fb
 from pallas_kernels import mxfp8
-from pallas_kernels.mxfp8 import arg_specs, reference, tpu
+from pallas_kernels.mxfp8 import arg_specs, reference, rounding, tpu
 
 BF16 = ml_dtypes.bfloat16
 run_optimised = jax.jit(mxfp8.quantize, static_argnames=("axis", "impl"))
@@ -39,6 +40,7 @@ GOLDEN = {  # head of a block of 32 -> scale code, head of the codes
     "within": ([448, -448, 1, 0.5], 127, "7efe3830"),
     "one above": ([449, -1], 128, "76b0"),
     "would saturate": ([480, -464, 465, 1], 128, "77f67730"),
+    "not a bit more": ([150], 126, "79"),
     "one": ([1, -1, 0.3, 2.0**-9], 119, "78f86a30"),
     "at the border": ([1.75, -1.75, 0.1], 119, "7efe5d"),
     "zeros": ([0], 0, "00"),
@@ -77,6 +79,34 @@ def test_the_scale_is_exact_next_to_every_power_of_two():
     np.testing.assert_array_equal(scales, np.concatenate([127 + powers, 128 + powers]))
     got = run(block([1.796875], BF16))
     assert (int(got.scales[0, 0]), int(got.codes[0, 0])) == (120, 0x76)
+
+
+def test_golden_e4m3():
+    """Ties, the least numbers, and all that rounds to the largest without saturation."""
+    tiny = 2.0**-10
+    x = [0, tiny, 1.01 * tiny, 3 * tiny, 8 * tiny, 1.0625, 1.1875, 448, 449, 464]
+    x = np.array(x, np.float32)
+    codes = fb.encode_e4m3(fb.from_float(x))
+    np.testing.assert_array_equal(codes, [0, 0, 1, 2, 4, 0x38, 0x3A, 0x7E, 0x7E, 0x7E])
+
+
+def test_scales_are_those_of_rounding_a_quotient_up_as_ptx_does():
+    """`cvt.rp.satfinite.ue8m0x2.f32` of fl(amax / 448), from its description.
+
+    Where the quotient is subnormal it can round down to 2**-127, which ours never does.
+    """
+    rng = np.random.default_rng(0)
+    borders = (np.arange(255) << 23 | 0x600000) + np.arange(-1, 2)[:, None]  # 448 * 2**k
+    amax = np.concatenate([np.arange(0x8000) << 16, rng.integers(0, fb.INF, 9999), borders.ravel()])
+    amax = amax.astype(np.int32)
+    with np.errstate(invalid="ignore"):
+        quotient = (amax.view(np.float32) / np.float32(448)).view(np.int32)
+    exponent, mantissa = quotient >> 23, quotient & 0x7FFFFF
+    code = np.minimum(exponent + (mantissa > 0), 254)
+    code = np.where((exponent == 0) & (mantissa <= 0x400000), 0, code)
+    code = np.where(quotient > fb.INF, 255, code)
+    code[quotient == 0x400000] = amax[quotient == 0x400000] > fb.pattern(448 * 2.0**-127)
+    np.testing.assert_array_equal(rounding.scale_codes(amax), code)
 
 
 def search(x):

@@ -1,0 +1,1 @@
+"""Sandboxes: where untrusted code runs. Imports no jax and starts in milliseconds."""

@@ -1,0 +1,257 @@
+"""The process that owns sandboxes: it starts them, ends them, and takes them along when it ends.
+
+It lives in mounts of its own, so that the machine sees none of them, and is the parent of all
+bubblewraps, which die with it. It serves one owner over a socket and ends when that is closed; the
+owner's death closes it. Requests and answers are JSON, one in a packet; the answer to `create`
+carries the socket of the new sandbox's tool server.
+
+What survives SIGKILL of this process are empty folders: its control groups and its place in the
+folder for temporary files. Their names say which process they belonged to, and `sweep` removes
+those of processes that are gone.
+"""
+
+import functools
+import json
+import os
+import resource
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from c2.sandbox import cgroups, command, linux, seccomp
+from c2.sandbox import root as roots
+from c2.sandbox.box import Box
+from c2.sandbox.layers import CopyError
+from c2.sandbox.protocol import SandboxError
+from c2.sandbox.store import Store
+
+PREFIX = "c2-sandbox-"
+MAX_PACKET = 1 << 17
+HOST_ID = 61000  # user and group of sandboxes on a machine where this process is root
+FINISHED = 10_000  # sandboxes whose end is remembered
+TICK_S = 1.0
+END_S = 10.0
+
+
+def main() -> None:
+    """Serves the socket whose descriptor is the first argument."""
+    os.umask(0o022)
+    owner = socket.socket(fileno=int(sys.argv[1]))
+    name = f"{PREFIX}{linux.start_time(os.getpid())}-{os.getpid()}"
+    sweep()
+    try:
+        node = Node(owner, name)
+    except (OSError, ImportError, SandboxError) as error:
+        owner.send(json.dumps({"error": str(error)}).encode())
+        remove_traces(name)
+        return
+    try:
+        owner.send(json.dumps({"name": name}).encode())
+        node.serve()
+    finally:
+        node.end()
+
+
+def sweep() -> None:
+    """Removes what nodes left behind that were killed."""
+    places = [Path(tempfile.gettempdir()), *cgroups.find().folders()]
+    for name in {path.name for place in places for path in place.glob(PREFIX + "*")}:
+        start, _, pid = name.removeprefix(PREFIX).partition("-")
+        if start.isdigit() and pid.isdigit() and linux.start_time(int(pid)) != int(start):
+            remove_traces(name)
+
+
+def remove_traces(name: str) -> None:
+    """Removes the control groups and the folder of a node whose sandboxes have ended, or will."""
+    patience = time.monotonic() + END_S
+    for folder in cgroups.find().folders():
+        while not cgroups.remove(folder / name) and time.monotonic() < patience:
+            time.sleep(0.01)
+    shutil.rmtree(Path(tempfile.gettempdir(), name), ignore_errors=True)
+
+
+class Node:
+    """The state of the process."""
+
+    def __init__(self, owner: socket.socket, name: str) -> None:
+        self._owner, self._parent = owner, os.getppid()
+        self._ids = (HOST_ID, HOST_ID) if os.getuid() == 0 else None
+        if self._ids:
+            os.setgroups([])
+        trees = cgroups.find()
+        if missing := trees.missing():
+            raise SandboxError(f"no control group for {', '.join(missing)} can be made here")
+        # Of 1 byte: no core files, not even where a program of the machine receives them.
+        resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
+        self._place = Path(tempfile.gettempdir(), name)
+        self._place.mkdir()
+        self._trees = trees.below(name)
+        linux.private_mounts()
+        linux.mount("c2", self._place, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "mode=755")
+        self._root = roots.make(self._place, self._ids)
+        self._rules = self._place / "rules"
+        self._rules.write_bytes(seccomp.program())
+        self._bwrap = command.within_reach(command.find_bwrap(), self._place)
+        self._store = Store(self._place / "layers", self._ids, roots.mount_points(self._root))
+        self._boxes: dict[str, Box] = {}
+        self._starting: dict[str, int] = {}  # sandbox -> the request that waits for it
+        self._closing: dict[str, list[int]] = {}
+        self._ended: dict[str, tuple[str, str]] = {}  # why, and what it wrote last
+        self._groups: list[Box] = []  # gone, but for their control groups
+        self._count = 0
+        self._events = selectors.DefaultSelector()
+        self._events.register(owner, selectors.EVENT_READ, self._receive)
+        self._open = True
+        signal.signal(signal.SIGTERM, self._stop)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the owner decides
+
+    def serve(self) -> None:
+        """Answers requests until the owner is gone."""
+        while self._open and os.getppid() == self._parent:
+            now = time.monotonic()
+            due = min((box.expiry()[0] for box in self._boxes.values()), default=now + TICK_S)
+            self._step(max(0.0, min(TICK_S, due - now)))
+            for box in self._boxes.values():
+                when, why = box.expiry()
+                if when <= time.monotonic():
+                    box.kill(why)
+
+    def end(self) -> None:
+        """Ends all sandboxes and removes all traces."""
+        self._events.unregister(self._owner)
+        for box in self._boxes.values():
+            box.kill("closed")
+        patience = time.monotonic() + END_S
+        while (self._boxes or self._groups) and time.monotonic() < patience:
+            self._step(0.01)
+        linux.unmount(self._place)
+        remove_traces(self._place.name)
+
+    def _stop(self, *_: object) -> None:
+        self._open = False
+
+    def _step(self, wait_s: float) -> None:
+        for key, _ in self._events.select(0.01 if self._groups else wait_s):
+            key.data()
+        self._groups = [box for box in self._groups if not box.free()]
+
+    def _receive(self) -> None:
+        try:
+            packet = self._owner.recv(MAX_PACKET)
+        except OSError:
+            packet = b""
+        if not packet:
+            self._open = False
+            return
+        request = json.loads(packet)
+        number, method = request["id"], request["method"]
+        calls = {
+            "create": self._create, "close": self._close, "renew": self._renew,
+            "status": self._status, "snapshot": self._snapshot, "add_layer": self._store.add,
+            "drop_layer": self._store.drop,
+        }  # fmt: skip
+        if method in ("create", "close"):
+            request["params"]["number"] = number
+        try:
+            result = calls[method](**request["params"])
+        except (SandboxError, CopyError, OSError) as error:
+            self._reply(number, error=f"{method}: {error}")
+        else:
+            if result is not None:
+                self._reply(number, **result)
+
+    def _reply(self, number: int, fds: tuple[int, ...] = (), **fields: object) -> None:
+        try:
+            socket.send_fds(self._owner, [json.dumps({"id": number, **fields}).encode()], fds)
+        except OSError:
+            self._open = False
+
+    def _create(
+        self,
+        number: int,
+        image: str | None,
+        layers: list[str],
+        resources: dict,
+        deadline_s: float,
+        ttl_s: float,
+    ) -> None:
+        self._count += 1
+        name = str(self._count)
+        folders = self._store.use(name, layers if image is None else [image, *layers])
+        root = self._root if image is None else roots.of_image(self._root, folders.pop(0))
+        box = Box(name, self._place / "boxes" / name, deadline_s, ttl_s)
+        try:
+            box.start(self._bwrap, root, folders, self._rules, self._trees, resources, self._ids)
+        except BaseException:
+            box.kill("backend")
+            box.free()
+            self._store.release(name)
+            raise
+        self._boxes[name], self._starting[name] = box, number
+        self._events.register(box.info, selectors.EVENT_READ, functools.partial(self._up, box))
+        self._events.register(box.ended, selectors.EVENT_READ, functools.partial(self._gone, box))
+
+    def _up(self, box: Box) -> None:
+        self._events.unregister(box.info)
+        try:
+            box.release()
+        except SandboxError:
+            box.kill("backend")  # `_gone` answers
+            return
+        number = self._starting.pop(box.name)
+        self._reply(number, (box.client.fileno(),), sandbox=box.name)
+        box.client.close()
+
+    def _gone(self, box: Box) -> None:
+        self._events.unregister(box.ended)
+        if box.info >= 0:
+            self._events.unregister(box.info)
+        del self._boxes[box.name]
+        self._ended[box.name] = (box.reason or "exited", box.last_words())
+        if len(self._ended) > FINISHED:
+            del self._ended[next(iter(self._ended))]
+        if number := self._starting.pop(box.name, None):
+            words = box.last_words() or "bubblewrap gave no reason"
+            self._reply(number, error=f"the sandbox did not come up: {words}")
+        if not box.free():
+            self._groups.append(box)
+        self._store.release(box.name)
+        for number in self._closing.pop(box.name, ()):
+            self._reply(number)
+
+    def _close(self, number: int, sandbox: str) -> dict | None:
+        if box := self._boxes.get(sandbox):
+            self._closing.setdefault(sandbox, []).append(number)
+            box.kill("closed")
+            return None
+        return {}
+
+    def _renew(self, sandbox: str) -> dict:
+        if box := self._boxes.get(sandbox):
+            box.renewed = time.monotonic()
+        return {}
+
+    def _status(self, sandbox: str) -> dict:
+        box = self._boxes.get(sandbox)
+        if box and box.reason is None:
+            return {"reason": None, **box.usage()}
+        reason, words = (
+            self._ended.get(sandbox, ("closed", "")) if box is None else (box.reason, "")
+        )
+        return {"reason": reason, "words": words}
+
+    def _snapshot(self, sandbox: str) -> dict:
+        box = self._boxes.get(sandbox)
+        if box is None:
+            raise SandboxError(f"sandbox {sandbox} is gone")
+        with box.frozen():
+            return self._store.add(str(box.upper), "/")
+
+
+if __name__ == "__main__":
+    main()

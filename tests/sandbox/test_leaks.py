@@ -1,0 +1,192 @@
+"""Whatever ends, and however, nothing stays behind."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from c2.sandbox import cgroups, linux
+from c2.sandbox.node import HOST_ID, PREFIX, sweep
+from c2.sandbox.protocol import Resources, SandboxError, SandboxLost, Spec
+
+
+def children(root: int) -> set[int]:
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text(errors="replace").rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == root and fields[0] != "Z":
+            found.add(int(path.parent.name))
+    return found
+
+
+def below(root: int) -> set[int]:
+    found = children(root)
+    return found.union(*(below(pid) for pid in found)) if found else found
+
+
+def fds(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def groups() -> set[Path]:
+    """Control groups of sandboxes, those that the node itself has for all of them included."""
+    return {p for top in cgroups.find().folders() for p in top.glob(PREFIX + "*/**/") if p != top}
+
+
+def folders() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob(PREFIX + "*"))
+
+
+def traces(pid: int) -> dict[str, object]:
+    """All that a node holds."""
+    return {
+        "processes": below(pid),
+        "mounts": len(Path(f"/proc/{pid}/mountinfo").read_text().splitlines()),
+        "groups": groups(),
+        "folders": folders(),
+        "boxes": sorted(Path(f"/proc/{pid}/root/tmp").glob(PREFIX + "*/boxes/*")),
+        "fds": fds(pid),
+        "own fds": fds(os.getpid()),
+        "own mounts": PREFIX in Path("/proc/self/mountinfo").read_text(),
+    }
+
+
+def until(true, seconds=20.0) -> bool:
+    end = time.monotonic() + seconds
+    while not true() and time.monotonic() < end:
+        time.sleep(0.02)
+    return true()
+
+
+BUSY = "sleep 99 & setsid sleep 99 & trap '' TERM; head -c 1M /dev/urandom > f; sleep 99"
+
+
+def test_creates_and_kills_leave_nothing(new_bwrap):
+    backend, node = new_bwrap, new_bwrap._node._process.pid
+    before = traces(node)
+    rng = random.Random(0)
+    for number in range(24):
+        others = children(node)
+        handle = backend.create(Spec(resources=Resources(pids=64)))
+        (bubblewrap,) = children(node) - others
+        (first,) = children(bubblewrap)
+        if number % 2:
+            backend.start(handle, ["sh", "-c", BUSY])
+        match rng.randrange(5):
+            case 0:  # its first process is killed from outside
+                os.kill(first, signal.SIGKILL)
+                with pytest.raises(SandboxLost) as lost:
+                    backend.exec(handle, ["true"])
+                assert lost.value.reason == "exited"
+            case 1:  # a call is cut off
+                backend.exec(handle, ["sh", "-c", BUSY], timeout_s=0.05)
+            case 2:
+                backend.close(backend.fork(handle)[0])
+            case 3:  # its bubblewrap is killed
+                os.kill(bubblewrap, signal.SIGKILL)
+        backend.close(handle)
+    assert until(lambda: traces(node) == before, 3), (before, traces(node))
+
+
+def test_failed_creates_leave_nothing(new_bwrap):
+    node = new_bwrap._node._process.pid
+    before = traces(node)
+    for _ in range(3):
+        with pytest.raises(SandboxError, match="there is no"):
+            new_bwrap.create(Spec(layers=("none",)))
+    assert traces(node) == before
+
+
+OWNER = """
+import os, sys
+from c2.sandbox.bwrap import Bwrap
+from c2.sandbox.protocol import Spec
+backend = Bwrap()
+for _ in range(5):
+    backend.start(backend.create(Spec()), ["sh", "-c", {busy!r}])
+print(backend._node._process.pid, flush=True)
+sys.stdin.read()
+os.kill({victim}, 9)
+{after}
+"""
+
+
+def owner(victim: str, after: str = "") -> tuple[subprocess.Popen, int]:
+    code = OWNER.format(busy=BUSY, victim=victim, after=after)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    return process, int(process.stdout.readline())
+
+
+def test_killed_owner_leaves_nothing(bwrap):
+    before = groups(), folders()
+    process, node = owner("os.getpid()")
+    inside = below(node)
+    assert len(inside) >= 5 * 6 and groups() > before[0] and folders() > before[1]
+    started = [(pid, linux.start_time(pid)) for pid in (node, *inside)]
+    process.communicate("")
+    assert process.returncode == -signal.SIGKILL
+    assert until(lambda: not any(when and linux.start_time(pid) == when for pid, when in started))
+    assert (groups(), folders()) == before
+
+
+def test_killed_node_leaves_nothing(bwrap):
+    before = groups(), folders()
+    after = """
+try:
+    while True: backend.create(Spec())
+except Exception as error:
+    print(type(error).__name__, error.reason)
+backend.shutdown()
+"""
+    process, node = owner("backend._node._process.pid", after)
+    inside = below(node)
+    started = [(pid, linux.start_time(pid)) for pid in (node, *inside)]
+    said, _ = process.communicate("")
+    assert said.split() == ["SandboxLost", "backend"] and process.returncode == 0
+    assert until(lambda: not any(when and linux.start_time(pid) == when for pid, when in started))
+    assert (groups(), folders()) == before
+
+
+def test_sweep_after_both_were_killed(bwrap):
+    """Empty folders of a dead node go at the next start; those of a live one stay."""
+    alive = groups(), folders()
+    dead = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    name = f"{PREFIX}{linux.start_time(dead.pid)}-{dead.pid}"
+    trees = cgroups.find().below(name)
+    cgroups.create(trees, "7", cgroups.Limits(1 << 26, 16, 1.0))
+    Path(tempfile.gettempdir(), name).mkdir()
+    sweep()
+    assert groups() > alive[0] and folders() > alive[1]
+    dead.kill()
+    dead.wait()
+    sweep()
+    assert (groups(), folders()) == alive
+
+
+def test_processes_are_nobody_outside(bwrap):
+    """Were a wall to fall, what is behind it would still be an ordinary user of the machine."""
+    handle = bwrap.create(Spec())
+    bwrap.start(handle, ["sleep", "60"])
+    inside = {pid for box in children(bwrap._node._process.pid) for pid in below(box)}
+    assert len(inside) >= 3
+    for pid in inside:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        fields = dict(line.split(":", 1) for line in lines)
+        user = HOST_ID if os.getuid() == 0 else os.getuid()
+        assert fields["Uid"].split() == [str(user)] * 4
+        assert not int(fields["CapPrm"], 16) and not int(fields["CapBnd"], 16)
+        if os.getuid() == 0:
+            assert fields["Gid"].split() == [str(user)] * 4 and not fields["Groups"].split()
+    bwrap.close(handle)

@@ -28,11 +28,13 @@ class _Backend(NamedTuple):
       matmul: the forward pass and the gradient of lhs.
       weight_gradient: the gradient of rhs.
       multiple: that the sizes of groups must be of for the latter, filled up with zeros.
+      quantisers: the backend that rounds the operands; all give the same bytes.
     """
 
     matmul: Callable
     weight_gradient: Callable
     multiple: int = 1
+    quantisers: str = "xla"
 
 
 def _backend(impl: str) -> _Backend:
@@ -50,7 +52,9 @@ def _backend(impl: str) -> _Backend:
         case "tpu" | "interpret":
             interpret = impl == "interpret"
             products = (partial(f, interpret=interpret) for f in (tpu.matmul, tpu.weight_gradient))
-    return _Backend(*map(_on_numbers, products))
+    # XLA's TPU compiler would need minutes and gigabytes for large matrices
+    quantisers = "tpu" if impl == "tpu" else "xla"
+    return _Backend(*map(_on_numbers, products), quantisers=quantisers)
 
 
 def _on_numbers(product: Callable) -> Callable:
@@ -62,9 +66,9 @@ def _on_numbers(product: Callable) -> Callable:
     return decoded
 
 
-def _nvfp4(x: jax.Array) -> tuple[nvfp4.NVFP4, jax.Array]:
+def _nvfp4(x: jax.Array, impl: str) -> tuple[nvfp4.NVFP4, jax.Array]:
     """Codes without their outer scales, and these."""
-    q = nvfp4.quantize(x)
+    q = nvfp4.quantize(x, impl=impl)
     return q._replace(outer_scale=jnp.ones_like(q.outer_scale)), q.outer_scale
 
 
@@ -75,17 +79,17 @@ def grouped_matmul(lhs, rhs, group_sizes, precision, impl):
 
 
 def _forward(lhs, rhs, group_sizes, precision, impl):
-    matmul = _backend(impl).matmul
+    matmul, *_, quantisers = _backend(impl)
     weights = rhs.astype(lhs.dtype)
     match precision:
         case "native":
             out = matmul(lhs, weights, group_sizes, lhs.dtype)
         case "mxfp8":
-            left, right = mxfp8.quantize(lhs, 1), mxfp8.quantize(weights, 1)
+            left, right = (mxfp8.quantize(x, 1, impl=quantisers) for x in (lhs, weights))
             out = matmul(left, right, group_sizes, lhs.dtype)
         case "nvfp4":
-            left, row_scales = _nvfp4(lhs)
-            right, column_scales = _nvfp4(weights.swapaxes(1, 2))
+            left, row_scales = _nvfp4(lhs, quantisers)
+            right, column_scales = _nvfp4(weights.swapaxes(1, 2), quantisers)
             scales = row_scales, column_scales
             out = matmul(left, right, group_sizes, lhs.dtype, transposed=True, scales=scales)
     return out, (lhs, rhs, group_sizes)
@@ -104,8 +108,9 @@ def _backward(precision, impl, residuals, d_out):
     if in_blocks:
         # each along the axis that is summed over, n and then rows: from the same bf16 numbers, but
         # not the same codes
-        d_out, weights = mxfp8.quantize(d_out, 1), mxfp8.quantize(weights, 2)
-        left, d_rows = mxfp8.quantize(left, 0), mxfp8.quantize(d_rows, 0)
+        quantize = partial(mxfp8.quantize, impl=backend.quantisers)
+        d_out, weights = quantize(d_out, 1), quantize(weights, 2)
+        left, d_rows = quantize(left, 0), quantize(d_rows, 0)
     d_lhs = backend.matmul(d_out, weights, group_sizes, lhs.dtype, transposed=True)
     return d_lhs, backend.weight_gradient(left, d_rows, sizes, rhs.dtype), None
 

@@ -1,6 +1,6 @@
 """Public entry points of MXFP8."""
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -46,24 +46,32 @@ def quantize(x: jax.Array, axis: int = -1, *, impl: Impl = "xla") -> MXFP8:
     Raises:
       ValueError: if the axis has another length or ``impl`` is unknown.
       TypeError: for other dtypes.
-      NotImplementedError: from all but "xla", unless blocks lie along the last axis or along the
-        first of two; from "gpu", if x is not made of its tiles.
+      NotImplementedError: from all but "xla", unless ``axis`` is one of the last two, or if x is
+        empty; from "gpu", if it is not made of its tiles.
     """
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"axis {axis} of x {x.shape} does not exist")
     axis %= x.ndim
     if x.shape[axis] % rounding.BLOCK:
         raise ValueError(f"x {x.shape}: axis {axis} must be a multiple of {rounding.BLOCK} long")
-    match impl:
-        case "xla":
-            return MXFP8(*xla.quantize(x, axis))
-        case "tpu" | "interpret":
-            return MXFP8(*tpu.quantize(x, axis, interpret=impl == "interpret"))
-        case "gpu":
-            from pallas_kernels.mxfp8 import gpu  # slow to import, and of use to few
+    if impl not in get_args(Impl):
+        raise ValueError(f"impl {impl!r}; legal are {', '.join(map(repr, get_args(Impl)))}")
+    if impl == "xla":
+        return MXFP8(*xla.quantize(x, axis))
+    along = axis + 2 - x.ndim
+    if along < 0:
+        raise NotImplementedError(
+            f"{impl} with blocks along axis {axis} of {x.ndim}; the last 2 are"
+        )
+    matrix = x.reshape(-1, x.shape[-1])  # blocks divide the axis, so each stays in its matrix
+    if impl == "gpu":
+        from pallas_kernels.mxfp8 import gpu  # slow to import, and of use to few
 
-            return MXFP8(*gpu.quantize(x, axis))
-    raise ValueError(f"impl {impl!r}; legal are 'xla', 'tpu', 'gpu' and 'interpret'")
+        codes, scales = gpu.quantize(matrix, along)
+    else:
+        codes, scales = tpu.quantize(matrix, along, interpret=impl == "interpret")
+    per_block = *x.shape[:axis], x.shape[axis] // rounding.BLOCK, *x.shape[axis + 1 :]
+    return MXFP8(codes.reshape(x.shape), scales.reshape(per_block))
 
 
 def quantize_groups(

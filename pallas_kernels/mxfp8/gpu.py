@@ -30,32 +30,26 @@ def quantize(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
     """Codes and scales; see `pallas_kernels.mxfp8.quantize`.
 
     Args:
-      x: a multiple of 4096 elements in any shape if ``axis`` is the last; [rows, columns] with
-        columns a multiple of 256 if it is the first.
-      axis: not negative.
+      x: [rows, columns]: a multiple of 4096 elements for ``axis`` 1, of 256 columns for 0.
+      axis: 0 or 1.
     """
-    if axis == x.ndim - 1:
-        matrix, along = x.reshape(-1, rounding.BLOCK), 1
-    elif x.ndim == 2:
-        matrix, along = x, 0
-    else:
-        raise NotImplementedError(f"blocks along axis {axis} of {x.ndim}: the last, or 0 of 2")
-    tile, layout = _TILES[along], _LAYOUTS[along]
+    matrix = x.reshape(-1, rounding.BLOCK) if axis else x
+    tile, layout = _TILES[axis], _LAYOUTS[axis]
     if x.size == 0 or any(n % size for n, size in zip(matrix.shape, tile, strict=True)):
         raise NotImplementedError(
             f"x {x.shape}, with blocks along axis {axis} a matrix {matrix.shape}, must not be "
             f"empty and must consist of tiles {tile}"
         )
     down, across = (n // size for n, size in zip(matrix.shape, tile, strict=True))
-    blocks = tile[1 - along]  # of a tile
+    blocks = tile[1 - axis]  # of a tile
 
     def kernel(x_ref, codes_ref, scales_ref):
         program = jax.lax.axis_index("program")
         i, j = jax.lax.div(program, across), jax.lax.rem(program, across)
         here = pl.ds(i * tile[0], tile[0]), pl.ds(j * tile[1], tile[1])
         bits = fb.widen(fb.native_bits(registers.load(x_ref.at[here], layout)))
-        scales = rounding.scale_codes(fb.magnitude(bits).max(along))
-        spread = registers.spread(scales, tile, [1 - along], layout)
+        scales = rounding.scale_codes(fb.magnitude(bits).max(axis))
+        spread = registers.spread(scales, tile, [1 - axis], layout)
         codes = rounding.element_codes(bits, spread)
         registers.store(codes_ref.at[here], codes.astype(jnp.uint8))
         registers.store(scales_ref.at[i, pl.ds(j * blocks, blocks)], scales.astype(jnp.uint8))
@@ -67,4 +61,4 @@ def quantize(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
         grid=(down * across,),
         grid_names=("program",),
     )(matrix)
-    return codes.reshape(x.shape), scales.reshape(*x.shape[:-1], -1) if along else scales
+    return codes.reshape(x.shape), scales.reshape(len(x), -1) if axis else scales

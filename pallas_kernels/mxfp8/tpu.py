@@ -18,36 +18,29 @@ def quantize(
     """Codes and scales; see `pallas_kernels.mxfp8.quantize`.
 
     Args:
-      x: any shape if ``axis`` is the last, [rows, columns] if it is the first.
-      axis: not negative.
+      x: [rows, columns].
+      axis: 0 or 1.
       tile: rows and columns of a program, a multiple of 32 along the blocks.
       interpret: runs the kernel step by step on any platform.
     """
     if x.size == 0:
         raise NotImplementedError(f"x {x.shape} is empty")
-    if axis == x.ndim - 1:
-        matrix, along = x.reshape(-1, x.shape[-1]), 1
-    elif x.ndim == 2:
-        matrix, along = x, 0
-    else:
-        raise NotImplementedError(f"blocks along axis {axis} of {x.ndim}: the last, or 0 of 2")
 
     def kernel(x_ref, codes_ref, scales_ref):
         wide = fb.as_float(fb.widen(fb.native_bits(x_ref[...])))  # TPUs compute in 32 bits
-        codes_ref[...], scales_ref[...] = xla.quantize(wide, along)
+        codes_ref[...], scales_ref[...] = xla.quantize(wide, axis)
 
     def shorter(shape):
-        return tuple(n // rounding.BLOCK if i == along else n for i, n in enumerate(shape))
+        return tuple(n // rounding.BLOCK if i == axis else n for i, n in enumerate(shape))
 
-    tile = tuple(map(min, tile or TILES[along], matrix.shape))
-    shapes = matrix.shape, shorter(matrix.shape)
+    tile = tuple(map(min, tile or TILES[axis], x.shape))
+    shapes = x.shape, shorter(x.shape)
     here = pl.BlockSpec(tile, lambda i, j: (i, j))
-    codes, scales = pl.pallas_call(
+    return pl.pallas_call(
         kernel,
-        grid=tuple(map(pl.cdiv, matrix.shape, tile)),
+        grid=tuple(map(pl.cdiv, x.shape, tile)),
         in_specs=[here],
         out_specs=[here, pl.BlockSpec(shorter(tile), lambda i, j: (i, j))],
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in shapes],
         interpret=interpret,  # by XLA: TPU interpretation through callbacks can hang on one core
-    )(matrix)
-    return codes.reshape(x.shape), scales.reshape(*x.shape[:-1], -1) if along else scales
+    )(x)

@@ -71,7 +71,7 @@ def test_a_kernel_lowers_for_gpus(quantize):
         (mxfp8.quantize, (4, 992), r"\(4, 992\).*\(124, 32\).*\(128, 32\)"),
         (mxfp8.quantize, (0, 32), "empty"),
         (partial(mxfp8.quantize, axis=0), (32, 128), r"\(32, 128\).*\(32, 256\)"),
-        (partial(mxfp8.quantize, axis=1), (2, 32, 128), "axis 1 of 3"),
+        (partial(mxfp8.quantize, axis=0), (32, 2, 128), "axis 0 of 3"),
         (nvfp4.quantize, (3, 512), "3 tokens of 512.* 4 and 512"),
         (nvfp4.quantize, (4, 256), "4 tokens of 256.* 4 and 512"),
         (nvfp4.quantize, (0, 512), "empty"),

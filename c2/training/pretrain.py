@@ -31,6 +31,8 @@ from c2.training.objective import MTPConfig
 from c2.training.optimizer import OptimizerConfig, ScheduleConfig, schedule
 from c2.training.step import TrainState, make_train_step
 
+KERNELS = {"cpu": ["xla"], "tpu": ["xla", "tpu"], "gpu": ["xla", "hopper", "blackwell"]}
+
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseConfig:
@@ -138,8 +140,15 @@ def make_phases(
       evaluate: from the phase's model to its evaluation of a state.
 
     Raises:
-      ConfigError: if a phase's data do not fill one batch; names the key from `phases` or `data`.
+      ConfigError: if the devices cannot run the model's kernels, or a phase's data do not fill one
+        batch; names the key from `model`, `phases` or `data`.
     """
+    platform = mesh.devices.flat[0].platform
+    if cfg.kernels not in KERNELS[platform]:
+        legal = ", ".join(KERNELS[platform])
+        raise ConfigError(
+            f"model.kernels: {cfg.kernels!r} does not run on {platform}; legal: {legal}"
+        )
     made = []
     for number, phase in enumerate(phases):
         model = phase_model(cfg, phase)

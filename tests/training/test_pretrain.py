@@ -8,9 +8,17 @@ import numpy as np
 import pytest
 
 from c2 import models
+from c2.config import ConfigError
+from c2.parallel import mesh as meshes
 from c2.training.objective import MTPConfig, trained_part
 from c2.training.optimizer import OptimizerConfig, ScheduleConfig
-from c2.training.pretrain import PhaseConfig, acceptance_fn, make_optimizer, model_and_draft
+from c2.training.pretrain import (
+    PhaseConfig,
+    acceptance_fn,
+    make_optimizer,
+    make_phases,
+    model_and_draft,
+)
 
 WINDOW = 12
 
@@ -88,3 +96,17 @@ def test_each_part_follows_the_rates_of_the_phases_that_train_it(params, cfg):
             norms = jax.tree.leaves((updates.norm, [module.norm for module in updates.mtp]))
             assert len(norms) == phase.trains_main + (phase.mtp is not None)
             np.testing.assert_allclose(np.concatenate(norms), -phase.learning_rate.peak, rtol=1e-5)
+
+
+def test_kernels_of_another_chip_are_refused_by_name(cfg):
+    with pytest.raises(ConfigError, match="^model.kernels: 'tpu' does not run on cpu; legal: xla$"):
+        make_phases(
+            (),
+            replace(cfg, kernels="tpu"),
+            None,
+            None,
+            meshes.data_mesh(1),
+            seed=0,
+            bias_update_rate=0.0,
+            evaluate=None,
+        )

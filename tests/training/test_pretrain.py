@@ -99,7 +99,9 @@ def test_each_part_follows_the_rates_of_the_phases_that_train_it(params, cfg):
 
 
 def test_kernels_of_another_chip_are_refused_by_name(cfg):
-    with pytest.raises(ConfigError, match="^model.kernels: 'tpu' does not run on cpu; legal: xla$"):
+    with pytest.raises(
+        ConfigError, match=r"^model\.kernels: 'tpu' does not run on cpu; legal: xla$"
+    ):
         make_phases(
             (),
             replace(cfg, kernels="tpu"),

@@ -1,0 +1,6 @@
+"""Tasks: repositories with something to do, and grading that their code cannot influence.
+
+`task.Task` is the record, `grade.grade` scores what an agent made of it, `tools` holds the calls
+of an agent and `in_process` runs tests of trusted code without a process. `minirepo` generates
+tasks for models of about a million parameters.
+"""

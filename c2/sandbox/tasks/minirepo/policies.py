@@ -1,0 +1,100 @@
+"""Scripted agents: one that solves every task, one that does nothing, one that is weak.
+
+They yield `tools.Call` records and are sent the answers. The expert and the weak agent know the
+solution, which they make anew from the task's seed; it is nowhere in what a model sees.
+"""
+
+import difflib
+from collections.abc import Iterator
+from typing import Literal
+
+from c2.sandbox.tasks.minirepo.generate import solve
+from c2.sandbox.tasks.task import Task
+from c2.sandbox.tasks.tools import Call, Policy
+
+Style = Literal["lines", "match"]
+GUESSED = ("constant", "config")
+
+
+def nothing(task: Task) -> Policy:
+    """Makes no call at all."""
+    yield from ()
+
+
+def expert(
+    task: Task, *, style: Style = "lines", test_before: bool = False, test_after: bool = True
+) -> Policy:
+    """Reads each file that has to change, edits it, and runs the tests.
+
+    Args:
+      task: made by `generate`.
+      style: "lines" edits by line numbers, "match" by text that is in the file once.
+      test_before: whether it looks at the failing test first.
+      test_after: whether it runs the tests at the end.
+    """
+    if test_before:
+        yield Call("run_tests")
+    for path, calls in _edits_by_file(task, style):
+        yield Call("read_file", {"path": path})
+        for call in calls:  # noqa: UP028 - a list can't be sent the answers
+            yield call
+    if test_after:
+        yield Call("run_tests")
+
+
+def weak(task: Task) -> Policy:
+    """An agent that makes one edit and never runs a test.
+
+    So it fails on every task that needs more than one edit: all of family "rename" and all of
+    level 4. It guesses digits, always wrongly, so it fails on families "constant" and "config".
+    Everything else it solves.
+    """
+    path, (edit, *_) = next(iter(_edits_by_file(task, "lines")))
+    yield Call("read_file", {"path": path})
+    if task.family in GUESSED:
+        text = edit.arguments["text"].translate(str.maketrans("123456789", "234567891"))
+        edit = Call(edit.name, edit.arguments | {"text": text})
+    yield edit
+
+
+def edits(old: str, new: str, path: str, style: Style) -> list[Call]:
+    """Calls that turn one text into another, to be made in this order.
+
+    From the end of the file to its beginning, so that line numbers stay true.
+    """
+    before, after = old.splitlines(), new.splitlines()
+    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
+    calls = []
+    for tag, start, end, new_start, new_end in reversed(matcher.get_opcodes()):
+        if tag == "equal":
+            continue
+        text = after[new_start:new_end]
+        if style == "match":
+            # Later places have their new text by now, and may hold what is looked for here.
+            now = before[:end] + after[new_end:]
+            calls.append(_matching_edit(path, now, start, end, text))
+        else:
+            # The newline at the end is optional, except after an empty line.
+            joined = "\n".join(text) + "\n" * (text[-1:] == [""])
+            arguments = {"path": path, "first": start + 1, "last": end, "text": joined}
+            calls.append(Call("edit_lines", arguments))
+    return calls
+
+
+def _matching_edit(path: str, lines: list[str], start: int, end: int, text: list[str]) -> Call:
+    """An `edit_file` of lines `start` to `end`, with as many lines around as make it unique."""
+    whole = "\n" + "\n".join(lines) + "\n"
+    above = below = 0
+    while True:
+        first, last = max(start - above, 0), min(end + below, len(lines))
+        old = "\n".join(lines[first:last])
+        if old.strip() and whole.count(old) == 1:
+            new = "\n".join([*lines[first:start], *text, *lines[end:last]])
+            return Call("edit_file", {"path": path, "old": old, "new": new})
+        above, below = above + (above <= below), below + (above > below)
+
+
+def _edits_by_file(task: Task, style: Style) -> Iterator[tuple[str, list[Call]]]:
+    for path, text in solve(task).items():
+        if text != task.files[path]:
+            yield path, edits(task.files[path], text, path, style)

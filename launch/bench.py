@@ -14,6 +14,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from types import ModuleType
 
 import rich
@@ -29,6 +30,7 @@ BENCHES = {
     "quantize": bench_quantize,
     "grouped_matmul": bench_grouped_matmul,
 }
+SETTLE = 0.3  # seconds before a timed round: thread pools of the other side spin for a while
 PATIENCE = 30.0  # seconds of timed rounds after which a side is not run again
 
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Timed rounds of every side.", lower_bound=1)
@@ -98,6 +100,7 @@ def _best_times(cases, sides, console) -> dict[tuple[str, str], float]:
         for side in sides:
             if sum(seconds[side]) < PATIENCE:
                 with console.status(f"round {number + 1}: {' '.join(side)}"):
+                    time.sleep(SETTLE)
                     seconds[side].append(steps[side]())
     return {side: min(times) for side, times in seconds.items()}
 

@@ -72,7 +72,10 @@
     test_mxfp8.py::test_golden_blocks
     test_nvfp4.py::test_golden_elements
     test_nvfp4.py::test_golden_tokens
-16. Order of tokens and padding in attention. Later: the permutation of zigzag context parallelism.
+16. Order of tokens and padding in attention and its context parallelism.
+    test_context.py::test_zigzag_golden_values
+    test_context.py::test_zigzag_is_a_permutation_and_exactly_balanced
+    test_context.py::test_what_does_not_divide_is_refused_with_the_numbers
     test_flash_attention.py::test_other_segments_and_later_tokens_have_no_effect_at_all
     test_flash_attention_positions.py::test_ranks_of_zigzag_add_up_to_the_whole
     test_flash_attention_positions.py::test_padding_may_hold_anything_and_gives_zeros

@@ -16,7 +16,7 @@ from c2.sandbox import battery
 from c2.sandbox import root as roots
 from c2.sandbox.client import Client
 from c2.sandbox.node import sweep
-from c2.sandbox.protocol import Handle, SandboxError, SandboxLost, Spec, Status
+from c2.sandbox.protocol import WORKDIR, Handle, SandboxError, SandboxLost, Spec, Status
 from c2.sandbox.served import Served
 
 START_S = 30.0
@@ -82,7 +82,7 @@ class Bwrap(Served):
         self._sandbox(handle)
         return self._node.ask("snapshot", sandbox=handle.id)[0]["layer"]
 
-    def add_layer(self, source: str, *, at: str = "/work") -> str:
+    def add_layer(self, source: str, *, at: str = WORKDIR) -> str:
         """As `protocol.SupportsLayers.add_layer`."""
         return self._node.ask("add_layer", source=os.path.abspath(source), at=at)[0]["layer"]
 

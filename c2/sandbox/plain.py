@@ -29,7 +29,7 @@ END_S = 10.0
 
 
 class Plain(Served):
-    """The tool server on a temporary folder, which stands for /work in all calls.
+    """The tool server on a temporary folder, which stands for /repo in all calls.
 
     Commands run with this user's rights, network and files; limits, deadline and lease of a spec
     are not enforced. A warning says so whenever a backend of this kind is made.

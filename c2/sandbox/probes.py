@@ -179,7 +179,7 @@ def fork_bomb(given):
 
 def disk(given):
     """What can be written is limited, and room comes back."""
-    for folder in ("/work", "/tmp", "/dev/shm"):
+    for folder in ("/repo", "/tmp", "/dev/shm"):
         path, block, written = folder + "/c2-probe", b"x" * MIB, 0
         try:
             with open(path, "wb", buffering=0) as file:

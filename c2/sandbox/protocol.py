@@ -16,7 +16,7 @@ from c2.config import ConfigError
 
 MIN_OUTPUT, MAX_OUTPUT = 256, 1 << 18
 MAX_READ = 1 << 26
-WORKDIR = "/work"
+WORKDIR = "/repo"
 
 Reason = Literal["closed", "deadline", "lease", "exited", "backend"]
 Network = Literal["none"]

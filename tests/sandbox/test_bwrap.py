@@ -53,7 +53,7 @@ def test_exec(bwrap, box):
     result = shell(
         bwrap, box, "echo $GREETING $X; pwd; id -u; echo bad >&2; exit 3", env={"X": "1"}
     )
-    assert result.stdout == b"hello 1\n/work\n1000\n" and result.stderr == b"bad\n"
+    assert result.stdout == b"hello 1\n/repo\n1000\n" and result.stderr == b"bad\n"
     assert result.code == 3 and not result.ok and not result.left and result.error is None
     assert shell(bwrap, box, "kill -9 $$").signal == 9
     assert "nothing-like-this" in bwrap.exec(box, ["nothing-like-this"]).error
@@ -159,7 +159,7 @@ def test_disk_is_limited_and_comes_back(bwrap):
         assert b"No space left" in full.stderr
         assert int(full.stdout.split()[-1]) <= 16 << 20
         with pytest.raises(ToolError, match="No space left"):
-            bwrap.write(handle, "/work/other", b"x" * (1 << 20))
+            bwrap.write(handle, "/repo/other", b"x" * (1 << 20))
         many = "rm big; i=0; while true >f$i; do i=$((i+1)); done 2>/dev/null; echo $i"
         assert int(shell(bwrap, handle, many).stdout) < 3000
         assert shell(bwrap, handle, "rm f*; echo x > small; cat small").stdout == b"x\n"
@@ -187,26 +187,26 @@ def test_calls_from_many_threads(bwrap, box):
 
 def test_files(bwrap, box):
     data = os.urandom(1_300_000)  # more than one frame
-    bwrap.write(box, "/work/new/deep/file", data, mode=0o755)
-    assert bwrap.read(box, "/work/new/deep/file") == data
-    assert bwrap.read(box, "/work/new/deep/file", offset=1_299_990, limit=5) == data[-10:-5]
-    bwrap.write(box, "/work/new/deep/file", b"short")
-    assert bwrap.read(box, "/work/new/deep/file") == b"short"
+    bwrap.write(box, "/repo/new/deep/file", data, mode=0o755)
+    assert bwrap.read(box, "/repo/new/deep/file") == data
+    assert bwrap.read(box, "/repo/new/deep/file", offset=1_299_990, limit=5) == data[-10:-5]
+    bwrap.write(box, "/repo/new/deep/file", b"short")
+    assert bwrap.read(box, "/repo/new/deep/file") == b"short"
     shell(bwrap, box, "cd new; ln -s deep link; mkfifo pipe; touch \"$(printf 'a\\377b')\"")
-    listed = bwrap.list_dir(box, "/work/new")
+    listed = bwrap.list_dir(box, "/repo/new")
     kinds = {name: entry.kind for name, entry in listed.items()}
     assert kinds == {"deep": "folder", "link": "link", "pipe": "other", "a\udcffb": "file"}
-    found = bwrap.stat(box, "/work/new/deep/file")
+    found = bwrap.stat(box, "/repo/new/deep/file")
     assert (found.kind, found.size, found.mode) == ("file", 5, 0o755)
-    assert bwrap.stat(box, "/work/none").kind is None
+    assert bwrap.stat(box, "/repo/none").kind is None
 
 
 @pytest.mark.parametrize(
     "path, why",
     [
-        ("/work", "folder"),
-        ("/work/none", "No such"),
-        ("/work/p", "not a regular"),
+        ("/repo", "folder"),
+        ("/repo/none", "No such"),
+        ("/repo/p", "not a regular"),
         ("a\0b", "null"),
     ],
 )
@@ -222,14 +222,14 @@ def test_links_lead_nowhere(bwrap, box, tmp_path):
     for target in (str(secret), f"/proc/self/root{secret}", f"../../../../{secret}", "/etc/shadow"):
         shell(bwrap, box, f"rm -f l; ln -s {target} l")
         with pytest.raises(ToolError, match="No such"):
-            bwrap.read(box, "/work/l")
+            bwrap.read(box, "/repo/l")
         with contextlib.suppress(ToolError):
-            bwrap.write(box, "/work/l", b"overwritten")
+            bwrap.write(box, "/repo/l", b"overwritten")
     assert secret.read_text() == "canary"
 
 
 def test_siblings_do_not_see_each_other(bwrap):
-    plant = "echo s1bling > /work/s; echo s1bling > /tmp/s; echo s1bling > /dev/shm/s"
+    plant = "echo s1bling > /repo/s; echo s1bling > /tmp/s; echo s1bling > /dev/shm/s"
     serve = (
         "import socket, time\n"
         "a = socket.create_server(('127.0.0.1', 7777))\n"
@@ -249,11 +249,11 @@ def test_siblings_do_not_see_each_other(bwrap):
             time.sleep(0.02)
         assert bwrap.exec(one, ["python3", "-c", spy]).stdout == b"True\nTrue\n"
         assert bwrap.exec(other, ["python3", "-c", spy]).stdout == b"False\nFalse\n"
-        found = shell(bwrap, other, "grep -rs s1bling /work /tmp /dev/shm /home /root/none; true")
+        found = shell(bwrap, other, "grep -rs s1bling /repo /tmp /dev/shm /home /root/none; true")
         assert found.stdout == b""
         assert "sleep" not in names(bwrap, other) and "7777" not in names(bwrap, other)
         shell(bwrap, other, "kill -9 -1")
-        assert bwrap.read(one, "/work/s") == b"s1bling\n"
+        assert bwrap.read(one, "/repo/s") == b"s1bling\n"
         assert len(bwrap.jobs(one)) == 1
 
 

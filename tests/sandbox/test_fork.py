@@ -45,10 +45,10 @@ def shell(backend, handle, script):
 TREE = """
 import json, os
 found = {}
-for folder, folders, files in os.walk("/work"):
+for folder, folders, files in os.walk("/repo"):
     for name in folders + files:
         path = os.path.join(folder, name)
-        shown = os.path.relpath(path, "/work")
+        shown = os.path.relpath(path, "/repo")
         if os.path.islink(path):
             found[shown] = "-> " + os.readlink(path)
         else:
@@ -58,12 +58,12 @@ print(json.dumps(found))
 
 
 def tree(backend, handle) -> dict[str, str]:
-    """Everything below /work: contents of files, targets of links."""
+    """Everything below /repo: contents of files, targets of links."""
     return json.loads(backend.exec(handle, ["python3", "-c", TREE]).stdout)
 
 
 def test_layer_shows_a_folder(bwrap, repo, made):
-    layer, deep = bwrap.add_layer(str(repo)), bwrap.add_layer(str(repo), at="/work/a/b")
+    layer, deep = bwrap.add_layer(str(repo)), bwrap.add_layer(str(repo), at="/repo/a/b")
     made.append(bwrap.create(Spec(layers=(deep,))))
     assert shell(bwrap, made[0], "touch new a/new a/b/new; cat a/b/keep") == "keep"
     bwrap.close(made.pop())
@@ -137,7 +137,7 @@ def test_fork_of_a_busy_sandbox_is_of_one_moment(bwrap, made):
         "    for fd in fds: os.pwrite(fd, b'%08d\\n' % number, 0)\n"
     )
     bwrap.start(made[0], ["python3", "-c", count])
-    while bwrap.stat(made[0], "/work/f39").size == 0:
+    while bwrap.stat(made[0], "/repo/f39").size == 0:
         pass
     for _ in range(3):
         fork = bwrap.fork(made[0])[0]
@@ -153,7 +153,7 @@ def test_hostile_trees(bwrap, made):
     made.append(bwrap.create(Spec(resources=Resources(disk_mb=16))))
     box = made[0]
     shell(bwrap, box, "truncate -s 1T sparse; mkfifo p; ln -s / root; ln -s p q; ln sparse hard")
-    bwrap.exec(box, ["python3", "-c", "import socket; socket.socket(1).bind('/work/s')"])
+    bwrap.exec(box, ["python3", "-c", "import socket; socket.socket(1).bind('/repo/s')"])
     fork = bwrap.fork(box)[0]
     made.append(fork)
     assert shell(bwrap, fork, "stat -c %s sparse; ls") == f"{1 << 40}\nhard\nq\nroot\nsparse\n"
@@ -169,7 +169,7 @@ def test_hostile_trees(bwrap, made):
     [
         ("/home", "rm -r /home; ln -s /oldroot{target} /home"),
         ("/home/user", "rm -r /home/user; ln -s /oldroot{target}/x /home/user"),
-        ("/work", "rmdir /work; ln -s /oldroot{target}/y /work"),
+        ("/repo", "rmdir /repo; ln -s /oldroot{target}/y /repo"),
         ("/tmp", "rmdir /tmp; echo > /tmp"),
     ],
 )
@@ -192,10 +192,10 @@ def test_layers_with_links_for_mount_points_are_refused(bwrap, tmp_path):
 
 def test_deleted_mount_points_come_back(bwrap, made):
     made.append(bwrap.create(Spec()))
-    assert bwrap.exec(made[0], ["rm", "-r", "/home", "/work", "/tmp"], cwd="/").ok
+    assert bwrap.exec(made[0], ["rm", "-r", "/home", "/repo", "/tmp"], cwd="/").ok
     made.extend(bwrap.fork(made[0]))
     assert (
-        shell(bwrap, made[1], "cd; pwd; touch /work/a /tmp/b; stat -c %a /tmp")
+        shell(bwrap, made[1], "cd; pwd; touch /repo/a /tmp/b; stat -c %a /tmp")
         == "/home/user\n1777\n"
     )
 

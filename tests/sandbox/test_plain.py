@@ -21,10 +21,10 @@ def plain():
 
 def test_same_calls_without_walls(plain):
     handle = plain.create(Spec(env={"A": "b"}))
-    plain.write(handle, "/work/x", b"1")
+    plain.write(handle, "/repo/x", b"1")
     result = plain.exec(handle, ["sh", "-c", "cat x; echo $A"])
     assert result.stdout == b"1b\n" and result.ok
-    assert list(plain.list_dir(handle, "/work")) == ["x"]
+    assert list(plain.list_dir(handle, "/repo")) == ["x"]
     assert plain.exec(handle, ["sleep", "60"], timeout_s=0.1).timed_out
     assert plain.status(handle).alive
 
@@ -67,8 +67,8 @@ def test_server_runs_in_other_pythons(plain, monkeypatch, version):
     monkeypatch.setattr("c2.sandbox.plain.sys.executable", python)
     handle = plain.create(Spec())
     assert plain.exec(handle, ["sh", "-c", "echo hi; exit 3"]).stdout == b"hi\n"
-    plain.write(handle, "/work/a", b"\xff")
-    assert plain.read(handle, "/work/a") == b"\xff"
+    plain.write(handle, "/repo/a", b"\xff")
+    assert plain.read(handle, "/repo/a") == b"\xff"
 
 
 def test_room_imports_no_jax_and_little_else():

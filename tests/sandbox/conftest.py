@@ -1,4 +1,5 @@
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -30,3 +31,10 @@ def new_bwrap(bwrap):
     """A backend of the test's own, which it may break."""
     with Bwrap() as backend:
         yield backend
+
+
+def pytest_collection_modifyitems(items):
+    """Under xdist one worker runs all tests of sandboxes: some look for what others would hold."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.xdist_group("sandbox"))

@@ -33,6 +33,7 @@ def new_bwrap(bwrap):
         yield backend
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
     """Under xdist one worker runs all tests of sandboxes: some look for what others would hold."""
     for item in items:

@@ -15,10 +15,10 @@ demo: $(VENV)/.ready
 	$(BIN)/python -m launch.main --config=experiments/recipe.py:mini --workdir=$(WORKDIR)
 
 test: $(VENV)/.ready-dev lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist=loadgroup -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
 
 test-all: $(VENV)/.ready-dev lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist=loadgroup
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .

@@ -34,7 +34,7 @@ from c2.parallel import mesh as meshes
 from c2.training.loop import Phase
 from c2.training.optimizer import OptimizerConfig, ScheduleConfig
 from c2.training.pretrain import PhaseConfig, choose_mesh, log_prob_fn, make_optimizer, make_phases
-from c2.training.step import TrainState, init_state
+from c2.training.state import TrainState, init_state
 from experiments import plotting
 from experiments.study import Claim, Figure, Result, Run, new_figure
 

@@ -42,7 +42,8 @@ from c2.training.loop import StepFn
 from c2.training.objective import MTPConfig
 from c2.training.optimizer import OptimizerConfig, ScheduleConfig, schedule
 from c2.training.pretrain import acceptance_fn
-from c2.training.step import TrainState, init_state, make_train_step
+from c2.training.state import TrainState, init_state
+from c2.training.step import make_train_step
 from experiments import plotting
 from experiments.speculative_check import Check, verify_drafts
 from experiments.study import Claim, Figure, Result, Run, new_figure
@@ -252,7 +253,7 @@ def _train(
         rows = pack(data.documents, config.context)
         dataset = batches(rows, batch=config.batch, seed=seed, weights=data.weights)
     for step, batch in zip(range(1, steps + 1), dataset, strict=False):
-        state, metrics = step_fn(state, meshes.shard_rows(batch, mesh))
+        state, metrics = step_fn(state, meshes.place(batch, mesh))
         yield step, state, metrics["loss"]
 
 

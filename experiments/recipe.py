@@ -27,7 +27,7 @@ from c2.data.tokenizer import check_vocab
 from c2.evals.acceptance import acceptance_rate
 from c2.evals.codebase_nll import codebase_nll
 from c2.models import ModelConfig, YarnConfig, count, presets
-from c2.parallel import mesh as meshes
+from c2.parallel.mesh import MeshConfig
 from c2.training.checkpoint import Checkpoints
 from c2.training.loop import LoopConfig, train
 from c2.training.metrics import MetricsLog
@@ -42,12 +42,14 @@ from c2.training.pretrain import (
     make_phases,
 )
 from c2.training.progress import TrainingProgress
-from c2.training.step import TrainState, init_state
+from c2.training.sharding import place_state
+from c2.training.state import TrainState, init_state
 from experiments import mtp_report, pretraining_report
 from experiments.pretraining_report import HELD_OUT
 from experiments.study import Result, Run
 
 VARIANTS = ("mini", "smoke")
+MULTI_PROCESS = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +87,7 @@ class Config:
       data: corpus, held-out package, tokenizer.
       optimizer: AdamW's settings, shared by all phases.
       phases: in order; parameters, moments and step count carry over.
+      mesh: how steps are spread over devices.
       bias_update_rate: step of the routers' selection biases towards equal expert load.
       evaluation: of the held-out package.
       loop: reporting and saving.
@@ -95,6 +98,7 @@ class Config:
     data: DataConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     phases: tuple[PhaseConfig, ...]
+    mesh: MeshConfig = field(default_factory=MeshConfig)
     bias_update_rate: float = 1e-3
     evaluation: EvaluationConfig
     loop: LoopConfig = field(default_factory=LoopConfig)
@@ -202,7 +206,8 @@ def run(config: Config, run: Run) -> Result:
         data = prepare(config.data, run.workdir / "data")
     with located("config.model"):
         check_vocab(data.tokenizer, config.model.vocab)
-    mesh = choose_mesh(config.phases)
+    with located("config"):
+        mesh = choose_mesh(config.phases, config.mesh)
     optimizer = make_optimizer(config.optimizer, config.phases, config.model)
     with located("config"):
         phases = make_phases(
@@ -214,19 +219,23 @@ def run(config: Config, run: Run) -> Result:
             seed=config.seed,
             bias_update_rate=config.bias_update_rate,
             evaluate=lambda model: held_out_evaluation(config, data, model),
+            layout=config.mesh,
         )
     _announce(config, data, mesh.size, run)
     key = jax.random.key(config.seed)
-    state = meshes.replicate(init_state(key, config.model, optimizer), mesh)
+    state = init_state(key, config.model, optimizer)
+    state = place_state(state, config.model, optimizer, mesh, config.mesh)
     loop = config.loop
     with (
         Checkpoints(
             run.workdir / "checkpoints", keep=loop.keep, keep_every=loop.keep_every
         ) as checkpoints,
-        MetricsLog(run.workdir) as log,
+        MetricsLog(run.workdir, mute=jax.process_index() > 0) as log,
     ):
         progress = TrainingProgress(run.console)
         train(phases, state, checkpoints=checkpoints, log=log, progress=progress, config=loop)
+    if jax.process_index() > 0:
+        return Result(summary="Process 0 reports.")
     return pretraining_report.summarise(config, data, run)
 
 

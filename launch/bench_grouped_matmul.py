@@ -44,10 +44,10 @@ def _prepare(dtype: str, what: str, *, peer: bool) -> Step:
     def gradients(lhs, rhs, d_out, group_sizes):
         _, pullback = jax.vjp(lambda lhs, rhs: product(lhs, rhs, group_sizes), lhs, rhs)
         d_lhs, d_rhs = pullback(d_out)
-        return jax.lax.psum(d_lhs, meshes.DATA), d_rhs
+        return jax.lax.psum(d_lhs, "data"), d_rhs
 
     spec = jax.sharding.PartitionSpec
-    whole, columns, matrices = spec(), spec(None, meshes.DATA), spec(None, None, meshes.DATA)
+    whole, columns, matrices = spec(), spec(None, "data"), spec(None, None, meshes.DATA)
     mesh, in_specs = meshes.data_mesh(), (whole, matrices, columns, whole)
     f, out_specs = {
         "forward": (forward, columns),

@@ -39,9 +39,9 @@ def _ours(name: str) -> Step:
 
     quantize = {"mxfp8": mxfp8.quantize, "nvfp4": nvfp4.quantize}[name]
     mesh = meshes.data_mesh()
-    rows = jax.sharding.PartitionSpec(meshes.DATA)
+    rows = jax.sharding.PartitionSpec("data")
     run = jax.jit(jax.shard_map(quantize, mesh=mesh, in_specs=rows, out_specs=rows))
-    x = meshes.shard_rows(arg_specs.normal(SHAPE, arg_specs.BENCH.dtype), mesh)
+    x = meshes.place(arg_specs.normal(SHAPE, arg_specs.BENCH.dtype), mesh)
     return timed(lambda: jax.block_until_ready(run(x)))
 
 

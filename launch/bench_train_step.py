@@ -40,7 +40,8 @@ def _ours(dtype: str) -> Step:
     from c2 import models
     from c2.parallel import mesh as meshes
     from c2.training import optimizer as optimizers
-    from c2.training.step import init_state, make_train_step
+    from c2.training.state import init_state
+    from c2.training.step import make_train_step
 
     cfg = models.ModelConfig(
         vocab=VOCAB,
@@ -68,7 +69,7 @@ def _ours(dtype: str) -> Step:
 
     def step():
         nonlocal state
-        state, metrics = train_step(state, meshes.shard_rows(batch, mesh))
+        state, metrics = train_step(state, meshes.place(batch, mesh))
         jax.block_until_ready((state, metrics))
 
     return timed(step)

@@ -11,6 +11,7 @@ from c2.models import gqa, mla, moe
 from c2.models.cache import Tokens
 from c2.models.config import MLAConfig, ModelConfig
 from c2.models.layers import MLP, mlp, mlp_spec, norm_spec, rms_norm
+from pallas_kernels.expert_mlp.grouped import ROUTING
 
 
 @struct.dataclass
@@ -43,11 +44,21 @@ def attention(x: jax.Array, p: Any, tokens: Tokens, cfg: ModelConfig, past: Any)
     return kind_of_attention(cfg).attention(x, p, tokens, cfg, past)
 
 
+def whole(params: Any, specs: Any) -> Any:
+    """What is done to parameters, given with their table, just before they are used: nothing.
+
+    Put in its place `c2.parallel.rules.unshard`, and a layer's parameters can lie on many devices
+    and exist as a whole only while the layer is computed.
+    """
+    return params
+
+
 def remat(layer: Callable, mode: str, *, scanned: bool) -> Callable:
     """A layer's function that keeps for the backward pass what ``ModelConfig.remat`` says."""
     if mode == "none":
         return layer
-    policies = {"full": None, "dots": jax.checkpoint_policies.dots_saveable}
+    routing = jax.checkpoint_policies.save_only_these_names(ROUTING)  # a few bytes a token
+    policies = {"full": routing, "dots": jax.checkpoint_policies.dots_saveable}
     # a scan keeps XLA from merging the two computations by itself
     return jax.checkpoint(layer, policy=policies[mode], prevent_cse=not scanned)
 
@@ -86,15 +97,18 @@ class Blocks:
       tokens: positions and segments.
       attention: with the signature of `c2.models.mla.attention`.
       experts: with the signature of `c2.models.moe.moe`.
+      unshard: see `whole`.
     """
 
     cfg: ModelConfig
     tokens: Tokens
     attention: Callable
     experts: Callable
+    unshard: Callable
 
     def dense(self, x: jax.Array, layer: DenseLayer, past: Any) -> tuple[jax.Array, Any]:
         """One dense layer: x [batch, seq, embed] -> x, cache entry."""
+        layer = self.unshard(layer, dense_spec(self.cfg))
         x, entry = self._attend(x, layer, past)
         return x + mlp(rms_norm(x, layer.mlp_norm, self.cfg.norm_eps), layer.mlp), entry
 
@@ -102,6 +116,7 @@ class Blocks:
         self, x: jax.Array, layer: MoELayer, past: Any, routes: jax.Array | None
     ) -> tuple[jax.Array, Any, jax.Array]:
         """One mixture layer: x [batch, seq, embed] -> x, cache entry, routes used."""
+        layer = self.unshard(layer, moe_spec(self.cfg))
         x, entry = self._attend(x, layer, past)
         normed = rms_norm(x, layer.moe_norm, self.cfg.norm_eps)
         real = self.tokens.segment_ids > 0

@@ -19,6 +19,7 @@ class Tokens:
 
     cos: jax.Array  # [batch, seq, rotary // 2]
     sin: jax.Array  # [batch, seq, rotary // 2]
+    positions: jax.Array  # [batch, seq]
     segment_ids: jax.Array  # [batch, seq], 0 on padding
     cached: jax.Array | None = None  # int32 [batch], tokens in the cache; None without a cache
 

@@ -1,5 +1,7 @@
 """Grouped-query attention (Ainslie et al. 2023) as in Llama and Qwen3."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -9,6 +11,7 @@ from c2.models.cache import Tokens, attend
 from c2.models.config import ModelConfig
 from c2.models.layers import norm_spec, project, rms_norm
 from c2.models.params import ParamSpec
+from c2.models.spread import visibility
 from pallas_kernels.flash_attention import flash_attention
 
 
@@ -57,9 +60,18 @@ def cache_entry(cfg: ModelConfig) -> KeysValues:
 
 
 def attention(
-    x: jax.Array, p: Attention, tokens: Tokens, cfg: ModelConfig, past: KeysValues | None
+    x: jax.Array,
+    p: Attention,
+    tokens: Tokens,
+    cfg: ModelConfig,
+    past: KeysValues | None,
+    *,
+    gather: Callable | None = None,
 ) -> tuple[jax.Array, KeysValues | None]:
-    """Attends within segments, or over a cache; arguments as in `c2.models.mla.attention`."""
+    """Attends within segments, or over a cache; arguments as in `c2.models.mla.attention`.
+
+    Keys and values are all there is to gather.
+    """
     a = cfg.attention
     with jax.named_scope("gqa_projections"):
         q, k, v = project(x, p.q), project(x, p.k), project(x, p.v)
@@ -71,8 +83,12 @@ def attention(
     with jax.named_scope("gqa_attend"):
         if past is None:
             # every query head gets a copy of its keys: the kernel knows no groups
+            k, v = (k, v) if gather is None else (gather(k), gather(v))
             repeated = (jnp.repeat(heads, a.heads // a.kv_heads, axis=2) for heads in (k, v))
-            mixed = flash_attention(q, *repeated, tokens.segment_ids, scale=scale, impl=cfg.kernels)
+            visible = visibility(tokens, gather)
+            mixed = flash_attention(
+                q, *repeated, tokens.segment_ids, scale=scale, impl=cfg.kernels, **visible
+            )
             entry = None
         else:
             mixed = attend(q, (past.k, past.v), (k, v), tokens, scale)

@@ -1,14 +1,19 @@
 """Multi-head latent attention (DeepSeek-V2 section 2.1; report section 5)."""
 
+import math
+from collections.abc import Callable
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from c2.models import rope
 from c2.models.cache import Tokens, attend
-from c2.models.config import ModelConfig
+from c2.models.config import MLAConfig, ModelConfig
 from c2.models.layers import norm_spec, project, rms_norm
 from c2.models.params import ParamSpec
+from c2.models.spread import by_heads, visibility
 from pallas_kernels.flash_attention import flash_attention
 
 
@@ -50,7 +55,14 @@ def cache_entry(cfg: ModelConfig) -> jax.ShapeDtypeStruct:
 
 
 def attention(
-    x: jax.Array, p: Attention, tokens: Tokens, cfg: ModelConfig, past: jax.Array | None
+    x: jax.Array,
+    p: Attention,
+    tokens: Tokens,
+    cfg: ModelConfig,
+    past: jax.Array | None,
+    *,
+    gather: Callable | None = None,
+    exchange: Literal["latents", "keys_values"] = "latents",
 ) -> tuple[jax.Array, jax.Array | None]:
     """Attends within segments, or over a cache.
 
@@ -64,41 +76,57 @@ def attention(
       cfg: model configuration.
       past: this layer's cached entries [batch, capacity, kv_latent + rope], or None. With a cache
         keys and values are never expanded: their projections act on queries and outputs instead.
+      gather: of context parallelism: from [batch, seq, ...] of this rank's tokens to
+        [batch, all, ...] of those of all ranks, in any order.
+      exchange: what is gathered. With "latents", ranks tell each other ``kv_latent + rope`` numbers
+        a token and each projects the keys and values of all (report section 5); with "keys_values"
+        they project their own and tell ``heads * (nope + v) + rope``, for comparison.
 
     Returns:
       [batch, seq, embed], and the entries of the new tokens if ``past`` is given.
     """
     a = cfg.attention
+    with jax.named_scope("mla_latents"):  # first: what is gathered travels while queries are made
+        latent, k_rope = jnp.split(project(x, p.kv_down), [a.kv_lora], axis=-1)
+        latent = rms_norm(latent, p.kv_norm, a.latent_norm_eps)
+        k_rope = rope.rotate(k_rope[:, :, None], tokens.cos, tokens.sin, cfg.rope)[:, :, 0]
+        entry = jnp.concatenate([latent, k_rope], axis=-1)
+    if gather is not None and exchange == "latents":
+        with jax.named_scope("mla_gather"):
+            latent, k_rope = jnp.split(gather(entry), [a.kv_lora], axis=-1)
     with jax.named_scope("mla_queries"):
         q_latent = x
         if p.q_down is not None:
             q_latent = rms_norm(project(x, p.q_down), p.q_norm, a.latent_norm_eps)
         q_nope, q_rope = jnp.split(project(q_latent, p.q_up), [a.nope], axis=-1)
         q_rope = rope.rotate(q_rope, tokens.cos, tokens.sin, cfg.rope)
-    with jax.named_scope("mla_latents"):
-        latent, k_rope = jnp.split(project(x, p.kv_down), [a.kv_lora], axis=-1)
-        latent = rms_norm(latent, p.kv_norm, a.latent_norm_eps)
-        k_rope = rope.rotate(k_rope[:, :, None], tokens.cos, tokens.sin, cfg.rope)
     scale = rope.attention_scale(cfg.rope.yarn, a.qk)
-    if past is None:
-        entry = None
-        mixed = _expanded(q_nope, q_rope, latent, k_rope, p, tokens, cfg, scale)
-    else:
-        entry = jnp.concatenate([latent, k_rope[:, :, 0]], axis=-1)
+    if past is not None:
         mixed = _absorbed(q_nope, q_rope, entry, past, p, tokens, cfg, scale)
-    return project(mixed, p.out, contract=2), entry
+        return project(mixed, p.out, contract=2), entry
+    q = jnp.concatenate([q_nope, q_rope], axis=-1)  # [batch, seq, heads, nope + rope]
+    visible = visibility(tokens, gather)
+
+    def attend_heads(q, kv_up):
+        k, v = _keys_values(latent, k_rope, kv_up, a)
+        if gather is not None and exchange == "keys_values":
+            k, v = gather(k), gather(v)
+        with jax.named_scope("mla_attend"):
+            return flash_attention(
+                q, k, v, tokens.segment_ids, scale=scale, impl=cfg.kernels, **visible
+            )
+
+    numbers = math.prod(latent.shape[:2]) * a.heads * (a.qk + a.v)
+    mixed = by_heads(attend_heads, q, p.kv_up, numbers * latent.dtype.itemsize)
+    return project(mixed, p.out, contract=2), None
 
 
-def _expanded(q_nope, q_rope, latent, k_rope, p, tokens, cfg, scale):
-    """Expands latents to keys and values of every head: cheapest where all tokens are queries."""
-    a = cfg.attention
+def _keys_values(latent, k_rope, kv_up, a: MLAConfig):
+    """Expands latents to keys and values of heads: cheapest where all tokens are queries."""
     with jax.named_scope("mla_keys_values"):
-        k_nope, v = jnp.split(project(latent, p.kv_up), [a.nope], axis=-1)
-        k_rope = jnp.broadcast_to(k_rope, (*k_nope.shape[:3], a.rope))
-        k = jnp.concatenate([k_nope, k_rope], axis=-1)
-        q = jnp.concatenate([q_nope, q_rope], axis=-1)  # [batch, seq, heads, nope + rope]
-    with jax.named_scope("mla_attend"):
-        return flash_attention(q, k, v, tokens.segment_ids, scale=scale, impl=cfg.kernels)
+        k_nope, v = jnp.split(project(latent, kv_up), [a.nope], axis=-1)
+        k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k_nope.shape[:3], a.rope))
+        return jnp.concatenate([k_nope, k_rope], axis=-1), v
 
 
 def _absorbed(q_nope, q_rope, entry, past, p, tokens, cfg, scale):

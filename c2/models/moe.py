@@ -1,13 +1,17 @@
 """Mixture of experts (DeepSeek-V3 section 2.1.2): routing, route replay and the weighted sum."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.ad_checkpoint import checkpoint_name
 
 from c2.models.config import ModelConfig, MoEConfig
 from c2.models.layers import MLP, mlp, mlp_spec
 from c2.models.params import ParamSpec
 from pallas_kernels.expert_mlp import expert_mlp
+from pallas_kernels.expert_mlp.grouped import ROUTING
 
 OWN_ROUTE = -1  # in given routes: no route was captured
 NO_TOKEN = -2  # in given and returned routes: padding, routed nowhere
@@ -33,7 +37,7 @@ def spec(cfg: ModelConfig, gain_out: float) -> MoE:
     expert_axes = ("expert", "embed", "gate_up", "ffw")
     shape = (m.experts, embed, 2, m.intermediate)
     return MoE(
-        router=ParamSpec((embed, m.experts), ("embed", "expert"), fan_in=embed),
+        router=ParamSpec((embed, m.experts), ("embed", "expert"), fan_in=embed, exact=True),
         bias=ParamSpec((m.experts,), ("expert",), init="zeros", trainable=False)
         if m.bias
         else None,
@@ -101,7 +105,13 @@ def expert_load(routes: jax.Array, experts: int) -> jax.Array:
 
 
 def moe(
-    x: jax.Array, p: MoE, real: jax.Array, routes: jax.Array | None, cfg: ModelConfig
+    x: jax.Array,
+    p: MoE,
+    real: jax.Array,
+    routes: jax.Array | None,
+    cfg: ModelConfig,
+    *,
+    mlp_of_experts: Callable = expert_mlp,
 ) -> tuple[jax.Array, jax.Array]:
     """Routes tokens to experts and adds the shared expert.
 
@@ -112,6 +122,8 @@ def moe(
       routes: int [batch, seq, top_k] to replay (report section 3, router replay), or None. See
         `replay` for rows that can't be; weights always come from the live scores.
       cfg: model configuration.
+      mlp_of_experts: with the signature of `pallas_kernels.expert_mlp.expert_mlp`; another one
+        sends tokens to experts on other devices.
 
     Returns:
       Output [batch, seq, embed] and the routes used, int32 [batch, seq, top_k], `NO_TOKEN` on
@@ -124,11 +136,11 @@ def moe(
         used = select(scores, p.bias, m)
         if routes is not None:
             used = replay(routes.reshape(used.shape).astype(jnp.int32), used, m.experts)
-        used = jnp.where(real.reshape(-1, 1), used, NO_TOKEN)
+        used = checkpoint_name(jnp.where(real.reshape(-1, 1), used, NO_TOKEN), ROUTING)
         weights = gate(scores, used, m)
     with jax.named_scope("experts"):
         precision = KERNEL_PRECISION[m.precision]
-        out = expert_mlp(
+        out = mlp_of_experts(
             flat, used, weights, p.gate_up, p.down, precision=precision, impl=cfg.kernels
         )
     if p.shared is not None:

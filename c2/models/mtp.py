@@ -5,12 +5,14 @@ merges the model's final hidden state with the embedding of token i + 1 and, thr
 own head, predicts token i + 2.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from c2.models import moe, rope
-from c2.models.blocks import Blocks, DenseLayer, MoELayer, attention, dense_spec, moe_spec, remat
+from c2.models import blocks, moe, rope
+from c2.models.blocks import Blocks, DenseLayer, MoELayer, dense_spec, moe_spec
 from c2.models.cache import Tokens
 from c2.models.config import ModelConfig
 from c2.models.layers import norm_spec, project, rms_norm
@@ -40,10 +42,14 @@ def spec(cfg: ModelConfig) -> MTP:
     )
 
 
-def has_next(segment_ids: jax.Array) -> jax.Array:
+def following(x: jax.Array) -> jax.Array:
+    """The values of the token that comes next in the row, 0 at its end: [batch, seq, ...]."""
+    return jnp.pad(x[:, 1:], [(0, 0), (0, 1)] + [(0, 0)] * (x.ndim - 2))
+
+
+def has_next(segment_ids: jax.Array, following: Callable = following) -> jax.Array:
     """Whether a token of the same segment follows, bool [batch, seq]."""
-    following = jnp.pad(segment_ids[:, 1:], ((0, 0), (0, 1)))
-    return (segment_ids > 0) & (segment_ids == following)
+    return (segment_ids > 0) & (segment_ids == following(segment_ids))
 
 
 def trunk(
@@ -56,6 +62,10 @@ def trunk(
     positions: jax.Array,
     segment_ids: jax.Array,
     routes: jax.Array | None = None,
+    attention: Callable = blocks.attention,
+    experts: Callable = moe.moe,
+    unshard: Callable = blocks.whole,
+    following: Callable = following,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs one module up to its final norm.
 
@@ -72,23 +82,27 @@ def trunk(
       positions: int [batch, seq].
       segment_ids: int [batch, seq].
       routes: int [batch, seq, top_k] to replay, as in `c2.models.moe.moe`.
+      attention: as in `c2.models.trunk`.
+      experts: likewise.
+      unshard: likewise, for the layer.
+      following: see `following`, for tokens that are not in order.
 
     Returns:
       Hidden states [batch, seq, embed] for the model's head: at token i they predict token i + 2;
       and the routes used, int16 [batch, seq, top_k] (top_k is 0 without a mixture).
     """
-    real = has_next(segment_ids)
+    real = has_next(segment_ids, following)
     inner = jnp.where(real, segment_ids, 0)
-    info = Tokens(*rope.tables(positions, cfg.rope, cfg.attention.rotary), inner)
-    blocks = Blocks(cfg, info, attention, moe.moe)
-    following = jnp.where(real, jnp.roll(tokens, -1, axis=1), 0)
+    info = Tokens(*rope.tables(positions, cfg.rope, cfg.attention.rotary), positions, inner)
+    layers = Blocks(cfg, info, attention, experts, unshard)
+    next_tokens = jnp.where(real, following(tokens), 0)
     with jax.named_scope("mtp_merge"):
-        token = rms_norm(embed[following].astype(cfg.dtype), p.token_norm, cfg.norm_eps)
+        token = rms_norm(embed[next_tokens].astype(cfg.dtype), p.token_norm, cfg.norm_eps)
         state = rms_norm(hidden, p.hidden_norm, cfg.norm_eps)
         x = project(jnp.concatenate([token, state], axis=-1), p.merge)
     if isinstance(p.layer, MoELayer):
-        x, _, used = remat(blocks.moe, cfg.remat, scanned=False)(x, p.layer, None, routes)
+        x, _, used = blocks.remat(layers.moe, cfg.remat, scanned=False)(x, p.layer, None, routes)
     else:
-        x, _ = remat(blocks.dense, cfg.remat, scanned=False)(x, p.layer, None)
+        x, _ = blocks.remat(layers.dense, cfg.remat, scanned=False)(x, p.layer, None)
         used = jnp.zeros((*tokens.shape, 0), jnp.int32)
     return rms_norm(x, p.norm, cfg.norm_eps), used.astype(jnp.int16)

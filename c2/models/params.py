@@ -27,6 +27,8 @@ class ParamSpec:
       gain: multiplies the initial standard deviation.
       init: family of initial values.
       dtype: storage type.
+      exact: the model reads it as it is stored; other matrices are cast to the compute dtype
+        by the product they are in, so that it makes no difference to cast them earlier.
       trainable: False for values that are updated by a rule of their own instead of a gradient.
     """
 
@@ -36,6 +38,7 @@ class ParamSpec:
     gain: float = 1.0
     init: Literal["normal", "ones", "zeros"] = "normal"
     dtype: Any = jnp.float32
+    exact: bool = False
     trainable: bool = True
 
     def __post_init__(self):

@@ -133,8 +133,13 @@ def trunk(
     routes: jax.Array | None = None,
     attention: Callable = blocks.attention,
     experts: Callable = moe.moe,
+    unshard: Callable = blocks.whole,
 ) -> Trunk:
-    """Runs the model up to the final norm; arguments as in `forward`."""
+    """Runs the model up to the final norm; arguments as in `forward`.
+
+    ``unshard`` makes the parameters of a layer whole where they are used, see
+    `c2.models.blocks.whole`; those outside the layers must be whole already.
+    """
     batch, seq = tokens.shape
     if segment_ids is None:
         segment_ids = jnp.ones((batch, seq), jnp.int32)
@@ -144,8 +149,8 @@ def trunk(
     elif positions is None:
         positions = next_positions(cache.length, real)
     angles = rope.tables(positions, cfg.rope, cfg.attention.rotary)
-    info = Tokens(*angles, segment_ids, None if cache is None else cache.length)
-    layers = Blocks(cfg, info, attention, experts)
+    info = Tokens(*angles, positions, segment_ids, None if cache is None else cache.length)
+    layers = Blocks(cfg, info, attention, experts, unshard)
 
     def dense_layer(x, layer_and_past):
         return layers.dense(x, *layer_and_past)

@@ -4,7 +4,17 @@ A token attends to itself and the tokens before it in its document, so work grow
 The order of tokens is free otherwise: attention looks at positions and segments, not at indices.
 """
 
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
 import numpy as np
+
+from c2.config import ConfigError
+from c2.parallel.mesh import TOKENS, MeshConfig
+
+CHUNKS = "chunks"  # field of an arranged batch
+CHUNK = 64  # tokens of a chunk of `balanced`
 
 
 def zigzag(seq_len: int, cp: int) -> np.ndarray:
@@ -29,7 +39,7 @@ def zigzag(seq_len: int, cp: int) -> np.ndarray:
     return np.concatenate([chunks[:cp], chunks[: cp - 1 : -1]], axis=1)
 
 
-def balanced(segment_ids: np.ndarray, cp: int, chunk: int = 64) -> np.ndarray:
+def balanced(segment_ids: np.ndarray, cp: int, chunk: int = CHUNK) -> np.ndarray:
     """Chunks dealt by their work: balanced for packed documents, where `zigzag` is not.
 
     Chunks are sorted by their number of query-key pairs and dealt to and fro, rank 0 to cp - 1 and
@@ -96,3 +106,56 @@ def imbalance(layout: np.ndarray, segment_ids: np.ndarray) -> float:
     """Query-key pairs of the busiest rank over the mean of all ranks; 1 is perfect."""
     work = pairs(segment_ids)[layout].sum(1)
     return float(work.max() / max(work.mean(), 1))
+
+
+def arrange(batch: Mapping[str, np.ndarray], cfg: MeshConfig) -> dict[str, np.ndarray]:
+    """Puts the tokens of each row in the order in which context-parallel ranks hold them.
+
+    Args:
+      batch: arrays [rows, seq, ...], ``segment_ids`` among them.
+      cfg: number of ranks and layout.
+
+    Returns:
+      The batch in that order, and as `CHUNKS` the number of each chunk of consecutive tokens in its
+      row, int32 [rows, chunks]. With one rank, the batch as it is.
+
+    Raises:
+      ConfigError: if the ranks do not divide the tokens of a row.
+    """
+    if cfg.context == 1:
+        return dict(batch)
+    segment_ids = np.asarray(batch["segment_ids"])
+    seq = segment_ids.shape[1]
+    chunk = seq // (2 * cfg.context) if cfg.layout == "zigzag" else CHUNK
+    try:
+        if cfg.layout == "zigzag":
+            orders = [zigzag(seq, cfg.context)] * len(segment_ids)
+        else:
+            orders = [balanced(row, cfg.context, chunk) for row in segment_ids]
+    except ValueError as error:
+        raise ConfigError(f"mesh.context: {error}") from None
+    order = np.stack([tokens.reshape(-1) for tokens in orders])  # [rows, seq]
+    rows = np.arange(len(order))[:, None]
+    arranged = {name: np.asarray(x)[rows, order] for name, x in batch.items()}
+    return arranged | {CHUNKS: order[:, ::chunk] // chunk}
+
+
+def following(x: jax.Array, chunks: jax.Array) -> jax.Array:
+    """The values of the next token of the row, 0 at its end, in a manual region.
+
+    Only the first token of each chunk travels.
+
+    Args:
+      x: of this rank's tokens [rows, tokens, ...].
+      chunks: of this rank, see `arrange` [rows, some chunks].
+    """
+    rows, held = chunks.shape
+    cut = x.reshape(rows, held, -1, *x.shape[2:])
+    firsts = jax.lax.all_gather(cut[:, :, 0], TOKENS, axis=1, tiled=True)
+    place = jnp.argsort(jax.lax.all_gather(chunks, TOKENS, axis=1, tiled=True), axis=1)
+    last = place.shape[1] - 1
+    source = jnp.take_along_axis(place, jnp.minimum(chunks + 1, last), axis=1)
+    rest = (1,) * (x.ndim - 2)
+    first = jnp.take_along_axis(firsts, source.reshape(rows, held, *rest), axis=1)
+    first = jnp.where((chunks == last).reshape(rows, held, *rest), 0, first)
+    return jnp.concatenate([cut[:, :, 1:], first[:, :, None]], axis=2).reshape(x.shape)

@@ -5,7 +5,9 @@ first alone, by distillation of the model's own next-token distribution, then jo
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -15,7 +17,8 @@ from c2 import models
 from c2.config import ConfigError
 from c2.losses.cross_entropy import linear_cross_entropy
 from c2.losses.distillation import linear_distillation
-from c2.models import ModelConfig, Params, moe, mtp
+from c2.models import ModelConfig, Params, blocks, moe, mtp
+from c2.parallel import context
 
 Batch = dict[str, jax.Array]
 
@@ -62,8 +65,21 @@ def put(params: Params, part: Params) -> Params:
     return params.replace(**{name: f for name, f in fields.items() if jax.tree.leaves(f)})
 
 
+@dataclass(frozen=True)
+class Functions:
+    """Pieces of the forward pass that a mesh replaces, see `c2.training.sharding.functions`."""
+
+    attention: Callable = blocks.attention
+    experts: Callable = moe.moe
+    unshard: Callable = blocks.whole
+
+
 def loss(
-    params: Params, batch: Batch, cfg: ModelConfig, module: MTPConfig | None
+    params: Params,
+    batch: Batch,
+    cfg: ModelConfig,
+    module: MTPConfig | None,
+    functions: Functions = Functions(),
 ) -> tuple[jax.Array, dict[str, Any]]:
     """The objective of a phase, summed over a micro-batch, in nats.
 
@@ -71,27 +87,34 @@ def loss(
 
     Args:
       params: parameters.
-      batch: see `c2.data.packing` for the fields.
+      batch: see `c2.data.packing` for the fields; ``routes``, if there are any, are replayed, and
+        tokens may be in the order of `c2.parallel.context.arrange`.
       cfg: model configuration.
       module: how the multi-token-prediction module is trained; None ignores it.
+      functions: pieces of the forward pass.
 
     Returns:
       The sum, and sums to report: ``losses`` has ``loss``, the main model's or, where it is frozen,
       the module's, and ``mtp_loss``, the module's without its weight; ``expert_load`` [moe_layer,
       expert] and, for the module, ``mtp_expert_load`` [1, expert].
     """
+    params = _outside_layers(params, cfg, functions.unshard)
     out = models.trunk(
         params,
         batch["tokens"],
         cfg,
         positions=batch["positions"],
         segment_ids=batch["segment_ids"],
+        routes=batch.get("routes"),
+        attention=functions.attention,
+        experts=functions.experts,
+        unshard=functions.unshard,
     )
     sums: dict[str, Any] = {"expert_load": out.expert_load}
     if module is None:
         main = _main_loss(params, out.hidden, batch)
         return main, sums | {"losses": {"loss": main}}
-    extra, used = _module_loss(params, out.hidden, batch, cfg, module)
+    extra, used = _module_loss(params, out.hidden, batch, cfg, module, functions)
     if cfg.moe_layers:
         sums["mtp_expert_load"] = moe.expert_load(used, cfg.moe.experts)[None]
     if module.joint_weight is None:
@@ -107,14 +130,17 @@ def draft_mask(batch: Batch) -> jax.Array:
     At token i it predicts what the model does at token i + 1: that one must be of the same segment
     and have a target that counts.
     """
-    return jnp.where(mtp.has_next(batch["segment_ids"]), _next(batch["loss_mask"]), 0)
+    following = _following(batch)
+    has_next = mtp.has_next(batch["segment_ids"], following)
+    return jnp.where(has_next, following(batch["loss_mask"]), 0)
 
 
 def _main_loss(params, hidden, batch):
     return linear_cross_entropy(hidden, models.head(params), batch["targets"], batch["loss_mask"])
 
 
-def _module_loss(params, hidden, batch, cfg, module):
+def _module_loss(params, hidden, batch, cfg, module, functions):
+    following = _following(batch)
     shared = hidden, params.embed, models.head(params)
     if not module.into_trunk:
         shared = jax.lax.stop_gradient(shared)
@@ -127,15 +153,38 @@ def _module_loss(params, hidden, batch, cfg, module):
         cfg,
         positions=batch["positions"],
         segment_ids=batch["segment_ids"],
+        attention=functions.attention,
+        experts=functions.experts,
+        unshard=functions.unshard,
+        following=following,
     )
     mask = draft_mask(batch)
     with jax.named_scope("mtp_loss"):
         if module.loss == "hard_labels":
-            return linear_cross_entropy(draft, head, _next(batch["targets"]), mask), used
-        target = _next(hidden)
+            return linear_cross_entropy(draft, head, following(batch["targets"]), mask), used
+        target = following(hidden)
         return linear_distillation(draft, target, head, mask, divergence=module.loss), used
 
 
-def _next(x: jax.Array) -> jax.Array:
-    """The values of the token that follows; meaningless at the last token of a row."""
-    return jnp.roll(x, -1, axis=1)
+def _following(batch: Batch) -> Callable[[jax.Array], jax.Array]:
+    """See `mtp.following`."""
+    if context.CHUNKS in batch:
+        return partial(context.following, chunks=batch[context.CHUNKS])
+    return mtp.following
+
+
+def _outside_layers(params: Params, cfg: ModelConfig, unshard: Callable) -> Params:
+    """Makes whole what is not part of a layer; layers do that for themselves."""
+
+    def without_layers(tree: Params) -> Params:
+        return tree.replace(
+            dense=None, moe=None, mtp=tuple(module.replace(layer=None) for module in tree.mtp)
+        )
+
+    whole = unshard(without_layers(params), without_layers(models.spec(cfg)))
+    modules = zip(whole.mtp, params.mtp, strict=True)
+    return whole.replace(
+        dense=params.dense,
+        moe=params.moe,
+        mtp=tuple(module.replace(layer=old.layer) for module, old in modules),
+    )

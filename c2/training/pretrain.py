@@ -25,11 +25,14 @@ from c2.losses.cross_entropy import token_log_probs
 from c2.models import ModelConfig, YarnConfig, mtp, speculative
 from c2.models.layers import project
 from c2.parallel import mesh as meshes
+from c2.parallel.mesh import DATA_PARALLEL, MeshConfig
 from c2.training import optimizer as optimizers
 from c2.training.loop import Phase, StepFn
 from c2.training.objective import MTPConfig
 from c2.training.optimizer import OptimizerConfig, ScheduleConfig, schedule
-from c2.training.step import TrainState, make_train_step
+from c2.training.sharding import place_batch
+from c2.training.state import TrainState
+from c2.training.step import make_train_step
 
 KERNELS = {"cpu": ["xla"], "tpu": ["xla", "tpu"], "gpu": ["xla", "hopper", "blackwell"]}
 
@@ -109,11 +112,29 @@ def make_optimizer(
     )
 
 
-def choose_mesh(phases: Sequence[PhaseConfig]) -> Mesh:
-    """A data mesh of as many devices as divide the rows of every phase's micro-batches."""
-    rows = np.gcd.reduce([phase.batch // phase.micro_batches for phase in phases])
-    present = jax.device_count()
-    return meshes.data_mesh(max(n for n in range(1, present + 1) if rows % n == 0))
+def choose_mesh(phases: Sequence[PhaseConfig], layout: MeshConfig = DATA_PARALLEL) -> Mesh:
+    """A mesh of as many of the devices present as the layout and every phase's rows allow.
+
+    Raises:
+      ConfigError: if no number of devices is possible or, of several processes, some would have
+        nothing to do.
+    """
+    rows = int(np.gcd.reduce([phase.batch // phase.micro_batches for phase in phases]))
+    devices = jax.devices()
+    for number in range(len(devices), 0, -1):
+        try:
+            lengths = meshes.shape(layout, number)
+        except ConfigError:
+            continue
+        if rows % (lengths[0] * lengths[1]) == 0 and (
+            number == len(devices) or jax.process_count() == 1
+        ):
+            return meshes.make(layout, devices[:number])
+    raise ConfigError(
+        f"mesh: context = {layout.context} and expert = {layout.expert} do not go with "
+        f"{len(devices)} devices and micro-batches of {rows} rows; legal: data-parallel ranks "
+        "(devices / context) that divide the rows, multiples of expert / gcd(expert, context)"
+    )
 
 
 def make_phases(
@@ -126,6 +147,7 @@ def make_phases(
     seed: int,
     bias_update_rate: float,
     evaluate: Callable[[ModelConfig], Callable[[TrainState], dict[str, float]]],
+    layout: MeshConfig = DATA_PARALLEL,
 ) -> list[Phase]:
     """Turns phase configs into phases of `c2.training.loop.train`.
 
@@ -138,6 +160,7 @@ def make_phases(
       seed: of the order of the data; every phase derives its own.
       bias_update_rate: see `c2.training.step.balance_routers`.
       evaluate: from the phase's model to its evaluation of a state.
+      layout: what lies where on the mesh.
 
     Raises:
       ConfigError: if the devices cannot run the model's kernels, or a phase's data do not fill one
@@ -156,6 +179,7 @@ def make_phases(
             model,
             optimizer,
             mesh,
+            layout,
             micro_batches=phase.micro_batches,
             bias_update_rate=bias_update_rate,
             module=phase.mtp,
@@ -164,19 +188,23 @@ def make_phases(
             Phase(
                 name=phase.name,
                 steps=phase.steps,
-                step_fn=_placed(step, mesh),
-                make_batches=_batch_factory(phase, number, data, seed + number),
+                step_fn=_placed(step, mesh, layout),
+                make_batches=_batch_factory(
+                    phase, number, data, seed + number, meshes.rows_of_process(mesh)
+                ),
                 evaluate=evaluate(model),
             )
         )
     return made
 
 
-def _placed(step: StepFn, mesh: Mesh) -> StepFn:
-    return lambda state, batch: step(state, meshes.shard_rows(batch, mesh))
+def _placed(step: StepFn, mesh: Mesh, layout: MeshConfig) -> StepFn:
+    return lambda state, batch: step(state, place_batch(batch, mesh, layout))
 
 
-def _batch_factory(phase: PhaseConfig, number: int, data: Prepared, seed: int):
+def _batch_factory(
+    phase: PhaseConfig, number: int, data: Prepared, seed: int, part: tuple[int, int]
+):
     if phase.data == "code":
         rows = pack(data.documents, phase.context)
     else:
@@ -189,8 +217,8 @@ def _batch_factory(phase: PhaseConfig, number: int, data: Prepared, seed: int):
             batch=phase.batch,
             seed=seed,
             weights=data.weights,
-            shard=jax.process_index(),
-            shards=jax.process_count(),
+            shard=part[0],
+            shards=part[1],
         )
     return lambda: iter(dataset)
 

@@ -7,34 +7,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import struct
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from c2 import models
 from c2.config import ConfigError
 from c2.models.blocks import MoELayer
-from c2.parallel.mesh import DATA
-from c2.training import objective
+from c2.parallel.expert import OVERLAP
+from c2.parallel.mesh import AXES, BATCH, DATA_PARALLEL, MeshConfig
+from c2.parallel.rules import sum_gradients
+from c2.training import objective, sharding
 from c2.training.objective import Batch, MTPConfig, put, trained_part
+from c2.training.state import TrainState
 
 Metrics = dict[str, jax.Array]
-
-
-@struct.dataclass
-class TrainState:
-    """Everything a step changes; a checkpoint holds it and the data iterator."""
-
-    step: jax.Array  # int32 scalar, steps taken
-    params: models.Params
-    opt_state: Any
-
-
-def init_state(
-    key: jax.Array, cfg: models.ModelConfig, optimizer: optax.GradientTransformation
-) -> TrainState:
-    """A state at step 0 with random parameters."""
-    params = models.init(key, cfg)
-    return TrainState(jnp.int32(0), params, optimizer.init(params))
 
 
 def summed_gradients(loss_fn: Callable, params: Any, batch: Batch, micro_batches: int):
@@ -91,6 +76,7 @@ def make_train_step(
     cfg: models.ModelConfig,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
+    layout: MeshConfig = DATA_PARALLEL,
     *,
     micro_batches: int = 1,
     bias_update_rate: float = 1e-3,
@@ -105,7 +91,8 @@ def make_train_step(
       cfg: model configuration.
       optimizer: gradient transformation. It is given the `trained_part` of the parameters and its
         gradients; if that is not always the same part, see `c2.training.optimizer.by_part`.
-      mesh: from `c2.parallel.mesh`; rows of the batch are split over its data axis.
+      mesh: from `c2.parallel.mesh.make`, for ``layout``.
+      layout: what lies where; batches are those of `c2.training.sharding.place_batch`.
       micro_batches: gradient accumulation steps; divides the rows of one device.
       bias_update_rate: see `balance_routers`.
       module: how the multi-token-prediction module is trained; None leaves it alone, at no cost.
@@ -121,27 +108,43 @@ def make_train_step(
     if module is not None and cfg.mtp != 1:
         raise ConfigError(f"mtp: {cfg.mtp} modules cannot be trained; legal: 1")
 
+    partitions = sharding.partitions(cfg, mesh, layout)
+    trained_partitions = trained_part(partitions, module)
+    functions = sharding.functions(cfg, mesh, layout)
+
     def gradients(trained, params, batch):
         def loss_fn(part, batch):
-            return objective.loss(put(params, part), batch, cfg, module)
+            return objective.loss(put(params, part), batch, cfg, module, functions)
 
-        sums = summed_gradients(loss_fn, trained, batch, micro_batches)
-        return jax.lax.psum(sums, DATA)
+        sums, grads = summed_gradients(loss_fn, trained, batch, micro_batches)
+        return jax.lax.psum(sums, AXES), sum_gradients(grads, trained_partitions)
 
-    # check_vma off: the sums over devices are the explicit psum above
+    # One manual region: every exchange between devices is one that the code names. Each device
+    # differentiates the sum over its own tokens (check_vma off), and what it adds to the gradients
+    # of others comes to them through the transposed exchanges.
     gradients = jax.shard_map(
         gradients,
         mesh=mesh,
-        in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(DATA)),
-        out_specs=PartitionSpec(),
+        in_specs=(trained_partitions, partitions, BATCH),
+        out_specs=(PartitionSpec(), trained_partitions),
         check_vma=False,
     )
+    state_shardings = jax.tree.map(
+        lambda leaf: leaf.sharding, sharding.abstract_state(cfg, optimizer, mesh, layout)
+    )
 
-    # On CPU the devices of a mesh are the cores: threads inside operations would only compete.
-    single_threaded = jax.default_backend() == "cpu" and mesh.size > 1
-    options = {"xla_cpu_multi_thread_eigen": False} if single_threaded else {}
+    platform = mesh.devices.flat[0].platform
+    options = dict(OVERLAP.get(platform, {})) if mesh.size > 1 else {}
+    if platform == "cpu" and mesh.size > 1:
+        # the devices of a mesh are the cores: threads inside operations would only compete
+        options["xla_cpu_multi_thread_eigen"] = False
 
-    @partial(jax.jit, donate_argnums=0, compiler_options=options)
+    @partial(
+        jax.jit,
+        donate_argnums=0,
+        out_shardings=(state_shardings, NamedSharding(mesh, PartitionSpec())),
+        compiler_options=options,
+    )
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         targets = batch["loss_mask"].sum()
         part = trained_part(state.params, module)

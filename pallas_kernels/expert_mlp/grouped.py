@@ -6,8 +6,11 @@ gradients too: a permutation's transpose is its inverse.
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.grouped_matmul import grouped_matmul
+
+ROUTING = "routing"  # name of small results that are dear to compute, for `jax.checkpoint`
 
 
 def expert_mlp(x, routes, weights, gate_up, down, precision, impl):
@@ -16,8 +19,7 @@ def expert_mlp(x, routes, weights, gate_up, down, precision, impl):
     experts, embed, _, ffw = gate_up.shape
     operand = x.dtype if precision == "native" else jnp.bfloat16
     expert = jnp.where(routes < 0, experts, routes).reshape(-1)  # dropped ones come last
-    order = jnp.argsort(expert, stable=True)
-    place = jnp.argsort(order)
+    order, place = sorted_by(expert, experts + 1)
     sizes = jnp.bincount(expert, length=experts).astype(jnp.int32)
 
     rows = _permute(jnp.repeat(x.astype(operand), top_k, axis=0), order, place)
@@ -30,6 +32,32 @@ def expert_mlp(x, routes, weights, gate_up, down, precision, impl):
     per_route = _permute(out, place, order).reshape(tokens, top_k, embed)
     mixed = jnp.einsum("tkd,tk->td", per_route, weights, preferred_element_type=jnp.float32)
     return mixed.astype(x.dtype)
+
+
+def sorted_by(group: jax.Array, groups: int) -> tuple[jax.Array, jax.Array]:
+    """The stable permutation that sorts by group, and its inverse; int32 [n] each.
+
+    A number of group and index together needs neither a stable sort nor a second operand, and the
+    inverse no sort at all: on TPUs that compiles in a fifth of the time of two ``argsort``.
+
+    Args:
+      group: int32 [n], from 0 to groups - 1.
+      groups: their number.
+
+    Raises:
+      NotImplementedError: if there are too many numbers for 32 bits.
+    """
+    (n,) = group.shape
+    if groups * n > 1 << 32:
+        raise NotImplementedError(f"{n} assignments to {groups} groups; at most 2**32 together")
+    index = jnp.arange(n, dtype=jnp.uint32)
+    order = jnp.sort(group.astype(jnp.uint32) * n + index, stable=False) % n
+    place = (
+        jnp.zeros(n, jnp.int32)
+        .at[order]
+        .set(index.astype(jnp.int32), mode="promise_in_bounds", unique_indices=True)
+    )
+    return checkpoint_name(order.astype(jnp.int32), ROUTING), checkpoint_name(place, ROUTING)
 
 
 @jax.custom_vjp

@@ -10,8 +10,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.flash_attention.marks import NEVER, NOTHING, Marks
+
+# What the backward pass needs besides its arguments, by names for a policy of `jax.checkpoint`.
+RESIDUALS = ("attention_out", "attention_log_sum_exp")
 
 
 class Backend(NamedTuple):
@@ -75,7 +79,7 @@ def _forward(q, k, v, visibility, scale, backend):
     # scaling queries once is cheaper than scaling every score
     heads = backend.to_heads(q * scale), backend.to_heads(k), backend.to_heads(v)
     out, lse = backend.forward(*heads, visibility)
-    out = out.astype(v.dtype)
+    out, lse = map(checkpoint_name, (out.astype(v.dtype), lse), RESIDUALS)
     return out, (*heads, out, lse, visibility)
 
 

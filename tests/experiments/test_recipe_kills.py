@@ -19,7 +19,7 @@ from c2.training.checkpoint import Checkpoints
 from c2.training.metrics import read_rows
 from c2.training.objective import MTPConfig
 from c2.training.pretrain import make_optimizer
-from c2.training.step import init_state
+from c2.training.state import init_state
 from experiments import recipe
 from launch import jax_setup
 

@@ -14,9 +14,9 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
 import numpy as np
-from c2.parallel.mesh import DATA, data_mesh, replicate, shard_rows
+from c2.parallel.mesh import data_mesh, replicate, place
 
-assert data_mesh().shape == {DATA: 4} and data_mesh(2).shape == {DATA: 2}
+assert data_mesh().shape["data"] == data_mesh().size == 4 and data_mesh(2).size == 2
 mesh = data_mesh()
 tree = {"w": np.arange(6.0).reshape(2, 3), "none": None}
 copies = replicate(tree, mesh)["w"].addressable_shards
@@ -25,13 +25,13 @@ for shard in copies:
     np.testing.assert_array_equal(shard.data, tree["w"])
 
 batch = {"tokens": np.arange(24).reshape(8, 3), "loss_mask": np.ones((8, 3), np.float32)}
-placed = shard_rows(batch, mesh)
+placed = place(batch, mesh)
 np.testing.assert_array_equal(placed["tokens"], batch["tokens"])
 for i, shard in enumerate(placed["tokens"].addressable_shards):
     assert shard.device == jax.devices()[i]
     np.testing.assert_array_equal(shard.data, batch["tokens"][2 * i : 2 * i + 2])
 try:
-    shard_rows(np.zeros((6, 3)), mesh)
+    place(np.zeros((6, 3)), mesh)
 except ValueError as error:
     assert "divi" in str(error), error
 else:

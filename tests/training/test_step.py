@@ -19,7 +19,8 @@ from c2.config import ConfigError
 from c2.parallel.mesh import data_mesh
 from c2.training import optimizer
 from c2.training.objective import MTPConfig
-from c2.training.step import TrainState, balance_routers, init_state, make_train_step
+from c2.training.state import TrainState, init_state
+from c2.training.step import balance_routers, make_train_step
 
 RATE = 0.01  # of the router biases
 FAST_COMPILE = {"xla_backend_optimization_level": 0}  # these programs run a few times
@@ -140,8 +141,9 @@ jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_default_matmul_precision", "highest")
 import jax.numpy as jnp
 import optax
-from c2.parallel.mesh import data_mesh, replicate, shard_rows
-from c2.training.step import TrainState, make_train_step
+from c2.parallel.mesh import data_mesh, replicate, place
+from c2.training.state import TrainState
+from c2.training.step import make_train_step
 
 path, micro_batches = sys.argv[1], int(sys.argv[2])
 with open(path, "rb") as file:
@@ -153,7 +155,7 @@ keep = optax.GradientTransformation(
 )
 state = replicate(TrainState(jnp.int32(0), params, jax.tree.map(jnp.zeros_like, params)), mesh)
 step = make_train_step(cfg, keep, mesh, micro_batches=micro_batches)
-state, metrics = step(state, shard_rows(batch, mesh))
+state, metrics = step(state, place(batch, mesh))
 for leaf in jax.tree.leaves(state):
     assert leaf.sharding.is_fully_replicated and len(leaf.sharding.device_set) == 4
 with open(path, "wb") as file:

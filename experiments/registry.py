@@ -54,6 +54,11 @@ class Study:
         """`NAME` or `NAME:variant`."""
         return f"{self.info.name}:{self.variant}" if self.variant else self.info.name
 
+    @property
+    def multi_process(self) -> bool:
+        """Whether several processes can share a run of it, see `experiments.study`."""
+        return getattr(self.module, "MULTI_PROCESS", False)
+
     def get_config(self) -> Any:
         """The variant's config before any override.
 

@@ -3,6 +3,7 @@
 A study is one file, `experiments/NAME.py` or a file of your own anywhere. It defines
 
     VARIANTS = ("mini", "full")    # optional; the first is the default
+    MULTI_PROCESS = True           # optional; several processes can share a run, see below
     def get_config(variant: str = "mini") -> Config    # a frozen dataclass, see c2/config.py
     def run(config: Config, run: Run) -> Result
 
@@ -10,6 +11,10 @@ and its docstring is the runbook: the question in the first line; then the exact
 expect (numbers and figures) and the minutes it takes on 2 cores. Without `VARIANTS`, `get_config`
 is called without an argument. Studies are listed without being imported, so `VARIANTS` must be a
 literal.
+
+With `--processes` every process calls `run`, with the same config and workdir, and jax has the
+devices of all. Those other than `jax.process_index() == 0` write no files but their part of a
+checkpoint, their console is mute, and nobody looks at their `Result`.
 """
 
 import dataclasses

@@ -11,16 +11,22 @@ The same command resumes an interrupted run. A finished run is shown, not comput
 another --workdir for that. --config=DIR/config.json runs a saved config (or the output of
 --print_config), with overrides if you like.
 
-Exit status: 0 finished, also if claims are "not shown"; 1 failed; 2 bad input; 130 interrupted.
+--processes=N runs a study on N processes of this machine; launch/README.md has Slurm, Kubernetes
+and Cloud TPU.
+
+Exit status: 0 finished, also if claims are "not shown"; 1 failed; 2 bad input; 130 interrupted;
+143 stopped by SIGTERM.
 """
 
+import contextlib
 import dataclasses
 import json
+import os
 import shlex
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,7 +39,8 @@ from rich.console import Console
 from c2.config import ConfigError, differences, from_dict, override, to_dict
 from experiments import registry
 from experiments.study import Run
-from launch import jax_setup, provenance, report, run_dir
+from launch import jax_setup, processes, provenance, report, run_dir
+from launch.processes import Processes
 
 
 class RunError(Exception):
@@ -48,6 +55,7 @@ class Options:
     config: str | None
     overrides: tuple[str, ...]
     workdir: str | None
+    processes: Processes
     list: bool
     print_config: bool
     dry_run: bool
@@ -71,9 +79,11 @@ def parse(argv: Sequence[str], values: flags.FlagValues = flags.FLAGS) -> Option
     if stray:
         raise ConfigError(f"unexpected argument {stray[0]!r}; all arguments are --NAME=VALUE")
     names = ("config", "workdir", "list", "print_config", "dry_run", "debug")
+    spread = (values[name].value for name in ("processes", "process_id", "coordinator"))
     return Options(
         command=("python", "-m", "launch.main", *argv[1:]),
         overrides=tuple(overrides),
+        processes=processes.parse(*spread),
         **{name: values[name].value for name in names},
     )
 
@@ -139,6 +149,25 @@ def _define(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "workdir", None, "The run folder. Default: runs/NAME or runs/NAME-variant.", **define
     )
+    flags.DEFINE_string(
+        "processes",
+        "1",
+        "On how many processes the study runs. They are started here, unless --process_id says"
+        " which of them this is; `cluster`: as jax detects under Slurm, Kubernetes or Cloud TPU.",
+        **define,
+    )
+    flags.DEFINE_integer(
+        "process_id",
+        os.environ.get(processes.PROCESS_ID),
+        "Which of the processes this is, from 0.",
+        **define,
+    )
+    flags.DEFINE_string(
+        "coordinator",
+        os.environ.get(processes.COORDINATOR),
+        "HOST:PORT at which process 0 waits for the others.",
+        **define,
+    )
     flags.DEFINE_bool("list", False, "List the studies.", **define)
     flags.DEFINE_bool("print_config", False, "Print the resolved config as JSON.", **define)
     flags.DEFINE_bool("dry_run", False, "Check everything and write nothing.", **define)
@@ -152,6 +181,9 @@ def _dispatch(options: Options) -> int:
         return 0
     if not options.config:
         raise ConfigError("--config is missing; --list shows the studies, --help the flags")
+    spread = options.processes
+    if spread.starts_others and not (options.print_config or options.dry_run):
+        return processes.start(spread.count, options.command[3:])
     jax_setup.quiet_logs()
     study, defaults, config = resolve(options.config, options.overrides)
     if options.print_config:
@@ -160,7 +192,13 @@ def _dispatch(options: Options) -> int:
     default_workdir = Path("runs") / study.title.replace(":", "-")
     workdir = Path(options.workdir) if options.workdir else default_workdir
     changes = differences(to_dict(defaults), to_dict(config))
-    folder = run_dir.check(workdir, study, config)
+    if not (spread.alone or study.multi_process):
+        raise ConfigError(f"--processes: {study.title} runs on one process; legal: 1")
+    folder = run_dir.check(workdir, study, config)  # all look before they meet, one writes after
+    index = 0
+    if not (options.dry_run or (spread.alone and folder.state == "finished")):
+        index = _start_jax(spread)
+    console.quiet = index > 0
     _announce(console, study, workdir, folder, changes)
     if options.dry_run:
         console.print("dry run: nothing was started or written")
@@ -176,8 +214,19 @@ def _dispatch(options: Options) -> int:
             "versions": provenance.versions(),
             "machine": provenance.machine(),
         }
-        _run(console, study, config, workdir, start)
+        _run(console, study, config, workdir, start, index)
     return 0
+
+
+def _start_jax(spread: Processes) -> int:
+    """Sets up this process and meets the others; says which one it is."""
+    jax_setup.enable_compilation_cache()
+    jax_setup.split_cpu()
+    jax_setup.release_compiler_memory()
+    try:
+        return processes.join(spread)
+    except RuntimeError as error:
+        raise RunError(str(error)) from error
 
 
 def resolve(spec: str, overrides: Sequence[str] = ()) -> tuple[registry.Study, Any, Any]:
@@ -203,14 +252,17 @@ def _run(
     config: Any,
     workdir: Path,
     start: dict[str, Any],
+    index: int,
 ) -> None:
+    run = Run(workdir=workdir, console=console)
+    if index > 0:
+        with _logged(workdir / f"error.{index}.log"):
+            study.run(config, run)
+        return
     with run_dir.opened(workdir, study, config, start) as folder:
-        jax_setup.enable_compilation_cache()
-        jax_setup.split_cpu()
-        jax_setup.release_compiler_memory()
         began = time.perf_counter()
-        try:
-            result = study.run(config, Run(workdir=workdir, console=console))
+        with _logged(workdir / run_dir.ERRORS):
+            result = study.run(config, run)
             ending = {
                 "finished": provenance.now(),
                 "seconds": round(time.perf_counter() - began, 2),
@@ -221,16 +273,22 @@ def _run(
             stored = report.to_dict(result, study, ending)
             run_dir.write_text(workdir / run_dir.REPORT, text)
             run_dir.write_json(workdir / run_dir.RESULT, stored)
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise RunError(_log(error, workdir)) from error
     _show(console, stored, workdir)
 
 
-def _log(error: Exception, workdir: Path) -> str:
+@contextlib.contextmanager
+def _logged(path: Path) -> Iterator[None]:
+    """Makes one line of an exception that is no bad input; the rest goes to a file."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise RunError(_log(error, path)) from error
+
+
+def _log(error: Exception, path: Path) -> str:
     """Writes the traceback down; returns the line that says what failed and where to read on."""
-    path = workdir / run_dir.ERRORS
     try:
         run_dir.write_text(path, "".join(traceback.format_exception(error)))
     except OSError:  # most likely the disk is full, which is also why the study failed
@@ -294,7 +352,10 @@ def _parse_or_exit(argv: Sequence[str]) -> Options:
 
 def _main(options: Options) -> int:
     logging.set_verbosity(logging.WARNING)  # `app.run` raises it to INFO, which orbax uses a lot
-    return execute(options)
+    status = execute(options)
+    if status and options.processes.member:
+        processes.leave(status)
+    return status
 
 
 def main() -> NoReturn:

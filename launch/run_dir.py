@@ -5,7 +5,7 @@
     metrics.jsonl, checkpoints/, figures/  written by the study
     report.md        for people
     result.json      for programs; written last, so its presence means that the run is finished
-    error.log        traceback of the last failed start
+    error.log        traceback of the last failed start; error.N.log: that of process N
 
 The same command in the same folder resumes. A start whose config differs in a field that belongs to
 the run's identity is refused; a change of `runtime` fields only is accepted and recorded. Every

@@ -10,6 +10,7 @@ from c2.data.corpus import Corpus
 from c2.data.files import atomic
 from c2.data.store import TokenStore
 from c2.data.tokenizer import Tokenizer
+from c2.parallel.processes import first_before_others
 
 
 @dataclass(frozen=True)
@@ -50,25 +51,28 @@ class Prepared:
                 raise ConfigError("sources: no Python function with a docstring to fine-tune on")
             return sft.tokenize(found, self.tokenizer, _paths(self.config), mark)
 
-        return store.cached(self.cache / "fine_tuning.npz", mark, build)
+        with first_before_others("fine-tuning examples"):
+            return store.cached(self.cache / "fine_tuning.npz", mark, build)
 
 
 def prepare(config: DataConfig, cache: Path) -> Prepared:
     """Builds or reuses the corpus, `tokenizer.json` and the tokenised documents in `cache`.
 
-    Cached files that were made from other documents or settings, or that are damaged, are rebuilt.
+    Cached files that were made from other documents or settings, or that are damaged, are rebuilt;
+    where several processes share a run and `cache`, by process 0 for all.
 
     Raises:
       ConfigError: for whatever is wrong with the sources, the held-out package or the tokenizer.
     """
     built = corpus.build(config)
-    words = _tokenizer(config, built, cache)
-    mark = store.fingerprint(built.documents, "documents", words.to_json())
-    documents = store.cached(
-        cache / "documents.npz",
-        mark,
-        lambda: store.tokenize(built.documents, words, _paths(config), mark),
-    )
+    with first_before_others("documents"):
+        words = _tokenizer(config, built, cache)
+        mark = store.fingerprint(built.documents, "documents", words.to_json())
+        documents = store.cached(
+            cache / "documents.npz",
+            mark,
+            lambda: store.tokenize(built.documents, words, _paths(config), mark),
+        )
     return Prepared(config, built, words, documents, cache)
 
 

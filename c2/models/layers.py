@@ -15,7 +15,13 @@ def project(x: jax.Array, w: jax.Array, contract: int = 1) -> jax.Array:
     Both are flattened to matrices first: a plain GEMM is what every backend runs fastest.
     """
     lead, inner = x.shape[: x.ndim - contract], math.prod(w.shape[:contract])
-    out = x.reshape(-1, inner) @ w.astype(x.dtype).reshape(inner, -1)
+    rows, matrix = x.reshape(-1, inner), w.astype(x.dtype).reshape(inner, -1)
+    if w.ndim == 2:
+        return (rows @ matrix).reshape(*lead, -1)
+    # XLA's TPU compiler undoes reshapes around a product and makes a convolution over heads of it,
+    # in minutes; barriers, in both passes, keep it a product of matrices.
+    rows, matrix = jax.lax.optimization_barrier((rows, matrix))
+    out = jax.lax.optimization_barrier(rows @ matrix)
     return out.reshape(*lead, *w.shape[contract:])
 
 

@@ -2,19 +2,22 @@
 
 One folder per step::
 
-    00000040/state, data      written by Orbax in the background, renamed into place when complete
+    00000040/state            written by Orbax in the background, renamed into place when complete
     00000040/manifest.json    written last, by this module: the commit marker
 
 Orbax alone does not suffice as a judge of what it loads: flipped bytes in the array data come back
 as wrong numbers without an error (its zarr3 chunks carry no checksum), and so does a folder whose
 commit marker is gone. The manifest therefore lists size and SHA-256 of every file, and a folder
 is only restored if all of them agree. It also holds the shape and dtype of every leaf, so that a
-checkpoint of another model is refused by name before anything is read, and the caller's metadata.
+checkpoint of another model is refused by name before anything is read, the position in the data,
+and the caller's metadata. All processes of a run must call the same methods; process 0 alone writes
+what Orbax does not. Nothing depends on their number, so a run may go on with another.
 
 This is the only module that imports Orbax.
 """
 
 import concurrent.futures
+import copy
 import hashlib
 import importlib.metadata
 import json
@@ -95,7 +98,7 @@ class Checkpoints:
         Args:
             step: Global step, the name of the checkpoint.
             state: Any pytree of arrays.
-            batches: Live Grain iterator (or another Orbax ``StatefulCheckpointable``).
+            batches: Live Grain iterator; its state is the same in all processes.
             metadata: JSON-able values that :meth:`metadata` gives back.
 
         Raises:
@@ -107,12 +110,11 @@ class Checkpoints:
             "metadata": dict(metadata or {}),
             "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
             "leaves": _describe(state),
+            "data": copy.deepcopy(batches.get_state()),
         }
         folder = self.folder(step)
         try:
-            response = ocp.save_checkpointables_async(
-                folder, {"state": state, "data": batches}, overwrite=True
-            )
+            response = ocp.save_checkpointables_async(folder, {"state": state}, overwrite=True)
         except Exception as error:
             raise self._failed(folder, error) from error
         self._pending = self._thread.submit(self._finish, folder, response, manifest)
@@ -171,8 +173,8 @@ class Checkpoints:
         _require_same_leaves(folder, manifest["leaves"], _describe(state))
         if batches is not None:
             _warn_about_grain(folder, manifest["versions"])
-            _load(folder, {"data": batches})
-        return _load(folder, {"state": jax.tree.map(_abstract, state)})["state"]
+            _move(folder, batches, manifest.get("data"))
+        return _load(folder, jax.tree.map(_abstract, state))
 
     def close(self) -> None:
         """Waits for the save in flight and ends the background thread."""
@@ -202,7 +204,7 @@ class Checkpoints:
     def _failed(self, folder: Path, error: Exception) -> CheckpointError:
         # A full disk stays full as long as the half-written folder is there.
         for path in (folder, *self.directory.glob(f"{folder.name}{_TEMPORARY}*")):
-            if not (path / _MANIFEST).exists():
+            if jax.process_index() == 0 and not (path / _MANIFEST).exists():
                 shutil.rmtree(path, ignore_errors=True)
         return CheckpointError(f"{folder}: could not be saved: {_one_line(error)}")
 
@@ -266,15 +268,22 @@ def _shape_and_dtype(leaf: Any) -> str:
     return f"{dtype}[{','.join(map(str, np.shape(leaf)))}]"
 
 
-def _load(folder: Path, targets: dict[str, Any]) -> dict[str, Any]:
-    # One target a call: of several, Orbax leaves those after a failed one un-awaited, noisily.
+def _load(folder: Path, state: State) -> State:
     try:
-        return ocp.load_checkpointables(folder, targets)
+        return ocp.load_checkpointables(folder, {"state": state})["state"]
     except Exception as error:
         reason = error.__cause__ or error  # Orbax wraps it in "incompatible handler"
-        if isinstance(reason, ConfigError):  # the iterator's word that its data are others
-            raise ForeignCheckpointError(f"{folder}: {reason}") from error
         raise CheckpointError(f"{folder}: cannot be restored: {_one_line(reason)}") from error
+
+
+def _move(folder: Path, batches: Iterator[Any], position: Any) -> None:
+    try:
+        batches.set_state(position)
+    except ConfigError as error:  # the iterator's word that its data are others
+        raise ForeignCheckpointError(f"{folder}: {error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        reason = f"the position in the data is not legal: {_one_line(error)}"
+        raise CheckpointError(f"{folder}: cannot be restored: {reason}") from error
 
 
 def _abstract(leaf: Any) -> Any:

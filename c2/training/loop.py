@@ -19,6 +19,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from c2.config import ConfigError, runtime
 from c2.training.checkpoint import Checkpoints, ForeignCheckpointError
@@ -110,7 +111,7 @@ def train(
 
     Raises:
         RuntimeError: The loss or the parameters are no longer finite, or the data ended early.
-        Interrupted: SIGTERM or Ctrl-C arrived; the step was finished and saved.
+        Interrupted: SIGTERM or Ctrl-C arrived, at any process; the step was finished and saved.
         CheckpointError: A checkpoint could not be written or read.
         ForeignCheckpointError: The newest checkpoint belongs to another run.
     """
@@ -146,9 +147,9 @@ def train(
                 step += 1
                 state, metrics = phase.step_fn(state, _next(batches, phase, step))
                 reporter.flush()  # an earlier line, now that the device has this step to do
-                stopping = signals.received is not None
+                stopping = signals.stop_after(step)
                 evaluating = score is not None and _due(step, config.eval_every, span)
-                saving = stopping or _due(step, config.checkpoint_every, span)
+                saving = stopping is not None or _due(step, config.checkpoint_every, span)
                 reporting = evaluating or saving or _due(step, config.log_every, span)
                 if evaluating:
                     progress.busy(step, "evaluating")
@@ -164,13 +165,13 @@ def train(
                     position = {"phase": phase.name, "total_tokens": reporter.total_tokens}
                     checkpoints.save(step, state, batches, position)
                 progress.advance(step)
-                if stopping and step < total:
+                if stopping is not None and step < total:
                     checkpoints.wait()
                     progress.note(
-                        f"{signals.received.name}: stopped after step {step:,} of {total:,}; the "
+                        f"{stopping.name}: stopped after step {step:,} of {total:,}; the "
                         f"same command resumes from {checkpoints.folder(step)}"
                     )
-                    raise Interrupted(signals.received, step)
+                    raise Interrupted(stopping, step)
 
             batches.close()
             batches = None
@@ -311,15 +312,22 @@ def _naming_last_good(checkpoints: Checkpoints) -> Iterator[None]:
 
 
 class _Signals:
-    """Notes the first SIGTERM or Ctrl-C; the next one acts as it does without us."""
+    """Notes the first SIGTERM or Ctrl-C; the next one acts as it does without us.
+
+    Of several processes any may receive it and all must stop after the same step. Since its start
+    jax has waited for SIGTERM, tells all of it and names a step that none has reached yet, without
+    a collective in any step; so there a Ctrl-C becomes a SIGTERM.
+    """
 
     def __init__(self):
-        self.received: signal.Signals | None = None
+        self._received: signal.Signals | None = None
         self._before: dict[int, Any] = {}
+        self._several = jax.process_count() > 1
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # others cannot set handlers
-            for number in (signal.SIGTERM, signal.SIGINT):
+            ours = (signal.SIGINT,) if self._several else (signal.SIGTERM, signal.SIGINT)
+            for number in ours:
                 self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -327,6 +335,15 @@ class _Signals:
         while self._before:
             signal.signal(*self._before.popitem())
 
+    def stop_after(self, step: int) -> signal.Signals | None:
+        """The signal that ends the run after ``step``, if one does; to be asked at every step."""
+        if self._several:
+            reached = multihost_utils.reached_preemption_sync_point(step)
+            return (self._received or signal.SIGTERM) if reached else None
+        return self._received
+
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = signal.Signals(number)
+        self._received = signal.Signals(number)
         self.__exit__()
+        if self._several:
+            signal.raise_signal(signal.SIGTERM)

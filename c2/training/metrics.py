@@ -27,10 +27,12 @@ class MetricsLog:
 
     Args:
         directory: Created by the first write. Lines that are already there are kept.
+        mute: Whether nothing is written, since another process of the run does it.
     """
 
-    def __init__(self, directory: str | Path):
+    def __init__(self, directory: str | Path, *, mute: bool = False):
         self.path = Path(directory) / "metrics.jsonl"
+        self._mute = mute
         self._file: TextIO | None = None
         self._events: SummaryWriter | None = None
 
@@ -39,6 +41,8 @@ class MetricsLog:
 
         The file is replaced by a rename, so that a crash leaves either the old or the new one.
         """
+        if self._mute:
+            return
         # Imported late: it imports torch, for seconds, where that happens to be installed.
         from tensorboardX import SummaryWriter
 
@@ -63,6 +67,8 @@ class MetricsLog:
             metrics: Name -> number, string or array. Arrays become nested lists in the file;
                 TensorBoard gets the numbers only.
         """
+        if self._mute:
+            return
         if self._file is None:
             self.rewind()
         row = {"step": step} | {name: _plain(value) for name, value in metrics.items()}

@@ -1,6 +1,5 @@
 """Checkpoints of a small typed tree and a small Grain pipeline."""
 
-import gc
 import json
 import logging
 import os
@@ -225,14 +224,12 @@ def test_a_foreign_checkpoint_is_refused_by_name(saved, change, message):
     assert before == {name: (saved[0] / name).stat().st_mtime_ns for name in files(saved[0])}
 
 
-def test_foreign_data_position_is_one_line(copy, recwarn):
-    path = next((copy / "00000005" / "data").iterdir())
-    path.rename(path.with_name("process_0-of-2.json"))  # another number of processes
+def test_foreign_data_position_is_one_line(saved):
+    rows = grain.MapDataset.range(4).to_iter_dataset()
+    batches = iter(grain.experimental.InterleaveIterDataset([rows, rows], cycle_length=2))
     with pytest.raises(CheckpointError, match="00000005: cannot be restored: ") as caught:
-        Checkpoints(copy).restore(5, make_state(), make_batches())
+        Checkpoints(saved[0]).restore(5, make_state(), batches)
     assert "\n" not in str(caught.value)
-    gc.collect()
-    assert not recwarn.list
 
 
 def test_data_that_refuse_the_position_are_bad_input(copy, monkeypatch):

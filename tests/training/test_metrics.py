@@ -64,6 +64,13 @@ def test_values_survive_exactly(tmp_path_factory, value):
     np.testing.assert_equal(read, expected)
 
 
+def test_a_mute_log_writes_nothing(tmp_path):
+    with MetricsLog(tmp_path / "run", mute=True) as log:
+        log.rewind(3)
+        log.write(4, {"loss": 1.0})
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("step", "left"), [(3, [0, 1, 2, 3]), (0, [0]), (-1, []), (9, [0, 1, 2, 3, 4, 5])]
 )

@@ -3,6 +3,7 @@
     python -m launch.bench train_step                    # needs the extra `parity`
     python -m launch.bench train_step --dtypes=float32   # without the minutes that bfloat16 takes
                                                          # on CPUs that have no such arithmetic
+    python -m launch.bench sandbox
 
 Machines differ and drift, so no absolute figure is promised anywhere: both sides run interleaved,
 on all cores of this process, and the best round of each counts. Peak memory is measured in a
@@ -22,13 +23,24 @@ import rich.box
 import rich.table
 from absl import app, flags, logging
 
-from launch import bench_grouped_matmul, bench_quantize, bench_train_step, jax_setup
+from launch import (
+    bench_decode,
+    bench_grouped_matmul,
+    bench_quantize,
+    bench_sandbox,
+    bench_train_step,
+    bench_weight_sync,
+    jax_setup,
+)
 from launch.bench_case import Case
 
 BENCHES = {
     "train_step": bench_train_step,
+    "decode": bench_decode,
     "quantize": bench_quantize,
     "grouped_matmul": bench_grouped_matmul,
+    "sandbox": bench_sandbox,
+    "weight_sync": bench_weight_sync,
 }
 SETTLE = 0.3  # seconds before a timed round: thread pools of the other side spin for a while
 PATIENCE = 30.0  # seconds of timed rounds after which a side is not run again
@@ -50,6 +62,9 @@ def main(argv: list[str]) -> None:
     jax_setup.release_compiler_memory()
     for name in names:
         bench = BENCHES[name]
+        if bench is bench_sandbox:  # has figures of many kinds
+            bench.report(rich.get_console(), _ROUNDS.value)
+            continue
         try:
             cases = bench.cases(_DTYPES.value)
         except ImportError as error:

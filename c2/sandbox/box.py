@@ -1,19 +1,17 @@
-"""One sandbox as its node sees it: a bubblewrap, a control group, and a file system in memory."""
+"""One sandbox as its node sees it: processes, a control group, and a file system in memory."""
 
 import contextlib
-import json
 import os
-import signal
 import socket
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from c2.sandbox import cgroups, command, linux
+from c2.sandbox import cgroups, linux
 from c2.sandbox import root as roots
 from c2.sandbox.protocol import SandboxError
+from c2.sandbox.walls import Parts, Start, Walls
 
 MIB = 1 << 20
 FILES_PER_MIB = 128  # inodes of the file system, so that empty files fill it too
@@ -26,9 +24,7 @@ class Box:
     Attributes:
       name: unique in its node.
       upper: the folder that takes its changes.
-      process: its bubblewrap.
-      ended: descriptor that becomes readable when that has ended.
-      info: descriptor that becomes readable when the sandbox is set up.
+      start: what is behind its walls, from `begin` on.
       client: the owner's end of the connection to its tool server.
       reason: why it was ended, or None.
       renewed: when its owner last said that it needs it.
@@ -37,105 +33,68 @@ class Box:
     def __init__(self, name: str, folder: Path, deadline_s: float, ttl_s: float) -> None:
         self.name = name
         self.upper = folder / "upper"
-        self.process: subprocess.Popen | None = None
-        self.ended = self.info = -1
+        self.start: Start | None = None
         self.client: socket.socket | None = None
         self.reason: str | None = None
-        self.renewed = self._born = time.monotonic()
-        self._deadline_s, self._ttl_s = deadline_s, ttl_s
+        self.limit(deadline_s, ttl_s)
         self._folder = folder
         self._group: cgroups.Group | None = None
-        self._first = self._block = -1
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the box
 
-    def start(
+    def begin(
         self,
-        bwrap: Path,
+        walls: Walls,
         root: roots.Root,
         layers: Sequence[Path],
-        rules: Path,
         trees: cgroups.Trees,
         resources: Mapping[str, float],
         ids: tuple[int, int] | None,
     ) -> None:
-        """Starts bubblewrap, which will wait for `release`; on an error the caller must `free`."""
+        """Begins to start it; on an error the caller must `free`."""
         memory, disk = int(resources["memory_mb"] * MIB), int(resources["disk_mb"] * MIB)
         limits = cgroups.Limits(memory + disk, int(resources["pids"]), resources["cpus"])
         self._group = cgroups.create(trees, self.name, limits)
         self._folder.mkdir(parents=True)
         options = f"size={disk},nr_inodes={max(1024, disk // MIB * FILES_PER_MIB)},mode=755"
         linux.mount("c2", self._folder, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, options)
-        work = self._folder / "work"
-        for path in (self.upper, work):
+        work, place = self._folder / "work", self._folder / "place"
+        for path in (self.upper, work, place):
             path.mkdir()
             if ids:
                 os.chown(path, *ids)
         self.client, server = socket.socketpair()
-        self.info, info = os.pipe()
-        block, self._block = os.pipe()
-        with server, open(rules, "rb") as filter_file:
-            parts = command.Parts(
-                root, layers, self.upper, work, disk, filter_file.fileno(), info, block
-            )
-            given = [server.fileno(), filter_file.fileno(), info, block]
-            arguments = [str(bwrap), *command.arguments(parts), "--"]
-            arguments += roots.command(root, server.fileno())
-            try:
-                with linux.as_user(ids):
-                    self.process = subprocess.Popen(
-                        arguments, pass_fds=given, stdin=subprocess.DEVNULL,
-                        stdout=subprocess.DEVNULL, stderr=self._errors, cwd="/", env={},
-                    )  # fmt: skip
-            finally:
-                os.close(info)
-                os.close(block)
-        self.ended = os.pidfd_open(self.process.pid)
-
-    def release(self) -> None:
-        """Puts the sandbox under its limits and lets its first process go.
-
-        Raises:
-          SandboxError: if it has not come up.
-        """
-        with open(self.info, "rb") as file:
-            self.info = -1
-            text = file.read()
-        try:
-            first = json.loads(text)["child-pid"]
-            self._first = os.pidfd_open(first)
-            self._group.attach(first)
-        except (ValueError, KeyError, OSError) as error:
-            raise SandboxError(f"sandbox {self.name} did not come up") from error
-        os.write(self._block, b"x")
-        os.close(self._block)
-        self._block = -1
+        with server:
+            self.start = walls.start(
+                Parts(
+                    root=root, layers=layers, place=place, upper=self.upper, work=work,
+                    shm_bytes=disk, group=self._group, server=server, errors=self._errors,
+                )
+            )  # fmt: skip
 
     def kill(self, reason: str) -> None:
-        """Ends all of its processes; `ended` tells when they are gone."""
+        """Ends all of its processes; `start.ended` tells when they are gone."""
         self.reason = self.reason or reason
-        if self._first >= 0:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._first, signal.SIGKILL)
-        elif self.process:
-            self.process.kill()
+        if self.start:
+            self.start.kill()
 
     def free(self) -> bool:
-        """Frees what it held once `ended`; False if its control group cannot be removed yet."""
-        if self.process:
-            self.process.wait()
-            self.process = None
+        """Frees what it held once it has ended; False if its group cannot be removed yet."""
+        if self.start:
+            self.start.free()
+            self.start = None
         if self.client:
             self.client.close()
         self._errors.close()
-        for fd in (self.ended, self.info, self._first, self._block):
-            if fd >= 0:
-                os.close(fd)
-        self.ended = self.info = self._first = self._block = -1
         if self._folder.exists():
             with contextlib.suppress(OSError):  # not mounted yet
                 linux.unmount(self._folder)
             self._folder.rmdir()
         return self._group is None or self._group.remove()
+
+    def limit(self, deadline_s: float, ttl_s: float) -> None:
+        """Gives it a life that begins now."""
+        self.renewed = self._born = time.monotonic()
+        self._deadline_s, self._ttl_s = deadline_s, ttl_s
 
     def expiry(self) -> tuple[float, str]:
         """When it is to be ended, and why then."""

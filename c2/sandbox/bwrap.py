@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -30,19 +31,28 @@ class Bwrap(Served):
 
     The constructor starts the node and tries to break out of a sandbox in every way it knows; if
     one works, it raises and nothing is left running.
+
+    Args:
+      ended: is told, by a thread that must not be held up, which sandbox has ended without being
+        closed, and the reason; None stands for the node and all that it had.
     """
 
     name = "bwrap"
     capabilities = frozenset({"jobs", "layers", "fork"})
 
-    def __init__(self) -> None:
-        self._node = _Node()
+    def __init__(self, ended: Callable[[str | None, str], None] = lambda *_: None) -> None:
+        self._node = _Node(self.name, ended)
         self._sandboxes: dict[str, _Sandbox] = {}
         try:
             battery.check(self)
         except BaseException:
             self.shutdown()
             raise
+
+    @property
+    def pid(self) -> int:
+        """Of the node process."""
+        return self._node.pid
 
     def __enter__(self) -> "Bwrap":
         return self
@@ -86,6 +96,11 @@ class Bwrap(Served):
         """As `protocol.SupportsLayers.add_layer`."""
         return self._node.ask("add_layer", source=os.path.abspath(source), at=at)[0]["layer"]
 
+    def layer_folder(self, name: str) -> str:
+        """Where a layer is, for processes of this machine that may look into those of this user."""
+        folder = self._node.ask("layer_folder", layer=name)[0]["folder"]
+        return f"/proc/{self._node.pid}/root{folder}"
+
     def drop_layer(self, name: str) -> None:
         """As `protocol.SupportsLayers.drop_layer`."""
         self._node.ask("drop_layer", layer=name)
@@ -102,6 +117,14 @@ class Bwrap(Served):
         """As `protocol.Backend.renew`."""
         self._sandbox(handle)
         self._node.ask("renew", sandbox=handle.id)
+
+    def adopt(self, handle: Handle, spec: Spec) -> None:
+        """Hands a sandbox over: variables, deadline and lease are those of `spec` from now on."""
+        sandbox = self._sandbox(handle)
+        sandbox.spec = dataclasses.replace(
+            sandbox.spec, env=spec.env, deadline_s=spec.deadline_s, ttl_s=spec.ttl_s
+        )
+        self._node.ask("adopt", sandbox=handle.id, deadline_s=spec.deadline_s, ttl_s=spec.ttl_s)
 
     def close(self, handle: Handle) -> None:
         """As `protocol.Backend.close`."""
@@ -159,16 +182,18 @@ class _Sandbox:
 class _Node:
     """The owner's side of a node process."""
 
-    def __init__(self) -> None:
+    def __init__(self, walls: str, ended: Callable[[str | None, str], None]) -> None:
+        self._ended = ended
         # Packets, so that descriptors stay with their message.
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         source = str(Path(c2.__file__).parents[1])
         path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, *NODE, str(theirs.fileno())],
+                [sys.executable, *NODE, str(theirs.fileno()), walls],
                 pass_fds=[theirs.fileno()], env={**os.environ, "PYTHONPATH": path},
             )  # fmt: skip
+        self.pid = self._process.pid
         self._lock = threading.Lock()
         self._waiting: dict[int, Future] | None = {}
         self._last = 0
@@ -183,7 +208,7 @@ class _Node:
         if "name" not in hello:
             self.end()
             why = hello.get("error", "the node process ended")
-            raise SandboxError(f"backend 'bwrap' cannot run here: {why}")
+            raise SandboxError(f"backend {walls!r} cannot run here: {why}")
 
     def ask(self, method: str, **params: object) -> tuple[dict, list[int]]:
         """Sends a request; returns the answer and the descriptors that came with it."""
@@ -233,6 +258,9 @@ class _Node:
             if not packet:
                 break
             raw = json.loads(packet)
+            if "ended" in raw:
+                self._ended(raw["ended"], raw["reason"])
+                continue
             with self._lock:
                 answer = self._waiting.pop(raw["id"], None)
             if answer is not None:
@@ -243,3 +271,4 @@ class _Node:
             waiting, self._waiting = self._waiting, None
         for answer in waiting.values():
             answer.set_exception(SandboxLost("the node process of the sandboxes died", "backend"))
+        self._ended(None, "backend")

@@ -43,7 +43,7 @@ def arguments(parts: Parts) -> list[str]:
     arguments = [
         "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup",
         "--unshare-net", "--disable-userns", "--uid", str(roots.USER), "--gid", str(roots.GROUP),
-        "--cap-drop", "ALL", "--hostname", "sandbox", "--new-session", "--die-with-parent",
+        "--cap-drop", "ALL", "--hostname", roots.HOST, "--new-session", "--die-with-parent",
         "--as-pid-1", "--clearenv",
     ]  # fmt: skip
     for folder in (parts.root.base, *parts.layers):

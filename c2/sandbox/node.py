@@ -1,7 +1,7 @@
 """The process that owns sandboxes: it starts them, ends them, and takes them along when it ends.
 
-It lives in mounts of its own, so that the machine sees none of them, and is the parent of all
-bubblewraps, which die with it. It serves one owner over a socket and ends when that is closed; the
+It lives in mounts of its own, so that the machine sees none of them, and what it starts dies with
+it. It serves one owner over a socket and ends when that is closed; the
 owner's death closes it. Requests and answers are JSON, one in a packet; the answer to `create`
 carries the socket of the new sandbox's tool server.
 
@@ -10,6 +10,7 @@ folder for temporary files. Their names say which process they belonged to, and 
 those of processes that are gone.
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -29,6 +30,7 @@ from c2.sandbox.box import Box
 from c2.sandbox.layers import CopyError
 from c2.sandbox.protocol import SandboxError
 from c2.sandbox.store import Store
+from c2.sandbox.walls import Bubblewrap, Walls, Zygote
 
 PREFIX = "c2-sandbox-"
 MAX_PACKET = 1 << 17
@@ -39,13 +41,13 @@ END_S = 10.0
 
 
 def main() -> None:
-    """Serves the socket whose descriptor is the first argument."""
+    """Serves the socket whose descriptor is the first argument, with the walls of the second."""
     os.umask(0o022)
     owner = socket.socket(fileno=int(sys.argv[1]))
     name = f"{PREFIX}{linux.start_time(os.getpid())}-{os.getpid()}"
     sweep()
     try:
-        node = Node(owner, name)
+        node = Node(owner, name, sys.argv[2])
     except (OSError, ImportError, SandboxError) as error:
         owner.send(json.dumps({"error": str(error)}).encode())
         remove_traces(name)
@@ -78,7 +80,7 @@ def remove_traces(name: str) -> None:
 class Node:
     """The state of the process."""
 
-    def __init__(self, owner: socket.socket, name: str) -> None:
+    def __init__(self, owner: socket.socket, name: str, walls: str) -> None:
         self._owner, self._parent = owner, os.getppid()
         self._ids = (HOST_ID, HOST_ID) if os.getuid() == 0 else None
         if self._ids:
@@ -94,9 +96,13 @@ class Node:
         linux.private_mounts()
         linux.mount("c2", self._place, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "mode=755")
         self._root = roots.make(self._place, self._ids)
-        self._rules = self._place / "rules"
-        self._rules.write_bytes(seccomp.program())
-        self._bwrap = command.within_reach(command.find_bwrap(), self._place)
+        rules = self._place / "rules"
+        rules.write_bytes(seccomp.program())
+        if walls == "bwrap":
+            bwrap = command.within_reach(command.find_bwrap(), self._place)
+            self._walls: Walls = Bubblewrap(bwrap, rules, self._ids)
+        else:
+            self._walls = Zygote(self._root, self._place, rules, self._ids)
         self._store = Store(self._place / "layers", self._ids, roots.mount_points(self._root))
         self._boxes: dict[str, Box] = {}
         self._starting: dict[str, int] = {}  # sandbox -> the request that waits for it
@@ -106,6 +112,8 @@ class Node:
         self._count = 0
         self._events = selectors.DefaultSelector()
         self._events.register(owner, selectors.EVENT_READ, self._receive)
+        if self._walls.news is not None:
+            self._events.register(self._walls.news, selectors.EVENT_READ, self._walls.hear)
         self._open = True
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the owner decides
@@ -124,11 +132,14 @@ class Node:
     def end(self) -> None:
         """Ends all sandboxes and removes all traces."""
         self._events.unregister(self._owner)
+        if self._walls.news is not None:
+            self._events.unregister(self._walls.news)
         for box in self._boxes.values():
             box.kill("closed")
         patience = time.monotonic() + END_S
         while (self._boxes or self._groups) and time.monotonic() < patience:
             self._step(0.01)
+        self._walls.close()
         linux.unmount(self._place)
         remove_traces(self._place.name)
 
@@ -153,7 +164,8 @@ class Node:
         calls = {
             "create": self._create, "close": self._close, "renew": self._renew,
             "status": self._status, "snapshot": self._snapshot, "add_layer": self._store.add,
-            "drop_layer": self._store.drop,
+            "drop_layer": self._store.drop, "layer_folder": self._store.folder,
+            "adopt": self._adopt,
         }  # fmt: skip
         if method in ("create", "close"):
             request["params"]["number"] = number
@@ -166,8 +178,11 @@ class Node:
                 self._reply(number, **result)
 
     def _reply(self, number: int, fds: tuple[int, ...] = (), **fields: object) -> None:
+        self._say({"id": number, **fields}, fds)
+
+    def _say(self, message: dict, fds: tuple[int, ...] = ()) -> None:
         try:
-            socket.send_fds(self._owner, [json.dumps({"id": number, **fields}).encode()], fds)
+            socket.send_fds(self._owner, [json.dumps(message).encode()], fds)
         except OSError:
             self._open = False
 
@@ -186,20 +201,20 @@ class Node:
         root = self._root if image is None else roots.of_image(self._root, folders.pop(0))
         box = Box(name, self._place / "boxes" / name, deadline_s, ttl_s)
         try:
-            box.start(self._bwrap, root, folders, self._rules, self._trees, resources, self._ids)
+            box.begin(self._walls, root, folders, self._trees, resources, self._ids)
         except BaseException:
             box.kill("backend")
             box.free()
             self._store.release(name)
             raise
         self._boxes[name], self._starting[name] = box, number
-        self._events.register(box.info, selectors.EVENT_READ, functools.partial(self._up, box))
-        self._events.register(box.ended, selectors.EVENT_READ, functools.partial(self._gone, box))
+        for fd, call in ((box.start.info, self._up), (box.start.ended, self._gone)):
+            self._events.register(fd, selectors.EVENT_READ, functools.partial(call, box))
 
     def _up(self, box: Box) -> None:
-        self._events.unregister(box.info)
+        self._events.unregister(box.start.info)
         try:
-            box.release()
+            box.start.release()
         except SandboxError:
             box.kill("backend")  # `_gone` answers
             return
@@ -208,16 +223,18 @@ class Node:
         box.client.close()
 
     def _gone(self, box: Box) -> None:
-        self._events.unregister(box.ended)
-        if box.info >= 0:
-            self._events.unregister(box.info)
+        for fd in (box.start.info, box.start.ended):
+            with contextlib.suppress(KeyError):  # it was up, or was not any more
+                self._events.unregister(fd)
         del self._boxes[box.name]
         self._ended[box.name] = (box.reason or "exited", box.last_words())
         if len(self._ended) > FINISHED:
             del self._ended[next(iter(self._ended))]
         if number := self._starting.pop(box.name, None):
-            words = box.last_words() or "bubblewrap gave no reason"
+            words = box.last_words() or "it gave no reason"
             self._reply(number, error=f"the sandbox did not come up: {words}")
+        elif box.reason != "closed":
+            self._say({"ended": box.name, "reason": box.reason or "exited"})
         if not box.free():
             self._groups.append(box)
         self._store.release(box.name)
@@ -229,6 +246,11 @@ class Node:
             self._closing.setdefault(sandbox, []).append(number)
             box.kill("closed")
             return None
+        return {}
+
+    def _adopt(self, sandbox: str, deadline_s: float, ttl_s: float) -> dict:
+        if box := self._boxes.get(sandbox):
+            box.limit(deadline_s, ttl_s)
         return {}
 
     def _renew(self, sandbox: str) -> dict:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from c2.sandbox import linux
 from c2.sandbox.protocol import WORKDIR
+from c2.sandbox.toolserver import walls
 
 USER, GROUP = 1000, 1000  # inside
-HOME = "/home/user"
+HOME, HOST = "/home/user", "sandbox"
 IMAGE_PYTHON = "/usr/bin/python3"
 SERVER = "/run/c2"  # where the tool server is inside
 PASSWD = f"root:x:0:0::/root:/bin/sh\nuser:x:{USER}:{GROUP}::{HOME}:/bin/sh\n"
@@ -22,6 +23,11 @@ ETC = (
     "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "services", "protocols",
     "mime.types", "bash.bashrc", "inputrc", "gitattributes",
 )  # fmt: skip
+DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+DEV_LINKS = {
+    "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2",
+    "fd": "/proc/self/fd", "core": "/proc/kcore", "ptmx": "pts/ptmx",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -73,13 +79,13 @@ def make(folder: Path, owner: tuple[int, int] | None) -> Root:
         (base / prefix[1:]).mkdir(parents=True, exist_ok=True)
         binds.append((prefix, prefix))
     _copy_server(server)
+    binds.append((str(server), SERVER))
     reachable = []
     for number, (here, inside) in enumerate(binds):
         place = folder / "binds" / str(number)
         place.mkdir(parents=True)
         linux.bind(here, place)
         reachable.append((str(place), inside))
-    reachable.append((str(server), SERVER))
     for name in ("tmp", "var/tmp"):
         (base / name).chmod(0o1777)
     if owner:
@@ -110,6 +116,35 @@ def command(root: Root, fd: int) -> list[str]:
     """Starts the tool server on the inherited socket `fd`."""
     start = f"import sys; sys.path.insert(0, {SERVER!r}); from toolserver.server import main; "
     return [root.python, "-I", "-S", "-c", f"{start}main({fd})"]
+
+
+def zygote(
+    root: Root, fd: int, rules: Path, outside: tuple[int, int]
+) -> tuple[list[str], dict[str, str]]:
+    """Starts, on this machine, the process that becomes tool servers: command and environment."""
+    places = {inside: here for here, inside in root.binds}
+    prefix = next(inside for inside in places if root.python.startswith(f"{inside}/"))
+    python = places[prefix] + root.python[len(prefix) :]
+    given = (fd, str(rules), outside, (USER, GROUP), HOST)
+    start = f"import sys; sys.path.insert(0, {places[SERVER]!r}); "
+    start += f"from toolserver.zygote import main; main{given!r}"
+    # Its own library, should it have one, and not that of another interpreter.
+    return [python, "-I", "-S", "-c", start], {"LD_LIBRARY_PATH": f"{places[prefix]}/lib"}
+
+
+def make_dev(folder: Path) -> Path:
+    """A /dev without terminals and shared memory, in mounts of one's own."""
+    folder.mkdir()
+    linux.mount("dev", folder, "tmpfs", linux.MS_NOSUID, "mode=755")
+    for name in DEVICES:
+        (folder / name).touch()
+        linux.bind(Path("/dev", name), folder / name)
+    for name, target in DEV_LINKS.items():
+        (folder / name).symlink_to(target)
+    for name in ("pts", "shm"):
+        (folder / name).mkdir()
+    walls.restrict(folder, walls.MS_RDONLY | walls.MS_NOSUID | walls.MS_NOEXEC)
+    return folder
 
 
 def _copy_server(folder: Path) -> None:

@@ -65,6 +65,12 @@ class Store:
         self._folders[name] = top
         return {"layer": name, "files": copied.files, "bytes": copied.bytes}
 
+    def folder(self, layer: str) -> dict:
+        """Where a layer is."""
+        if layer not in self._folders:
+            raise SandboxError(f"layers: there is no {layer!r}")
+        return {"folder": str(self._folders[layer])}
+
     def use(self, sandbox: str, names: Sequence[str]) -> list[Path]:
         """The folders of layers, which stay until the sandbox releases them."""
         if len(names) > MAX_LAYERS:

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from c2.config import ConfigError
+from c2.sandbox.bwrap import Bwrap
 from c2.sandbox.protocol import (
     CAPABILITIES,
     Chunk,
@@ -20,7 +21,9 @@ from c2.sandbox.protocol import (
     Unsupported,
     require,
 )
+from c2.sandbox.zygote import Zygote
 
+pytestmark = pytest.mark.parametrize("bwrap", [Bwrap, Zygote], indirect=True)
 SMALL = Resources(memory_mb=64, disk_mb=16, pids=48)
 
 

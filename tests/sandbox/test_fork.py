@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 from c2.sandbox import battery
+from c2.sandbox.bwrap import Bwrap
 from c2.sandbox.protocol import Resources, SandboxError, Spec
+from c2.sandbox.zygote import Zygote
+
+pytestmark = pytest.mark.parametrize("bwrap", [Bwrap, Zygote], indirect=True)
 
 
 @pytest.fixture(scope="module")

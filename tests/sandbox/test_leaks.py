@@ -12,8 +12,12 @@ from pathlib import Path
 import pytest
 
 from c2.sandbox import cgroups, linux
+from c2.sandbox.bwrap import Bwrap
 from c2.sandbox.node import HOST_ID, PREFIX, sweep
 from c2.sandbox.protocol import Resources, SandboxError, SandboxLost, Spec
+from c2.sandbox.zygote import Zygote
+
+pytestmark = pytest.mark.parametrize("bwrap", [Bwrap, Zygote], indirect=True)
 
 
 def children(root: int) -> set[int]:
@@ -46,10 +50,17 @@ def folders() -> set[Path]:
     return set(Path(tempfile.gettempdir()).glob(PREFIX + "*"))
 
 
+def inside(backend, handle) -> list[int]:
+    """The processes of a sandbox, the first one in front."""
+    name = f"{PREFIX}*-{backend.pid}/{handle.id}/cgroup.procs"
+    file = next(file for top in cgroups.find().folders() for file in top.glob(name))
+    return sorted(map(int, file.read_text().split()))
+
+
 def traces(pid: int) -> dict[str, object]:
     """All that a node holds."""
     return {
-        "processes": below(pid),
+        "processes": len(below(pid)),
         "mounts": len(Path(f"/proc/{pid}/mountinfo").read_text().splitlines()),
         "groups": groups(),
         "folders": folders(),
@@ -75,10 +86,9 @@ def test_creates_and_kills_leave_nothing(new_bwrap):
     before = traces(node)
     rng = random.Random(0)
     for number in range(24):
-        others = children(node)
         handle = backend.create(Spec(resources=Resources(pids=64)))
-        (bubblewrap,) = children(node) - others
-        (first,) = children(bubblewrap)
+        (first,) = inside(backend, handle)
+        (bubblewrap,) = (pid for pid in children(node) if first in children(pid))
         if number % 2:
             backend.start(handle, ["sh", "-c", BUSY])
         match rng.randrange(5):
@@ -91,8 +101,8 @@ def test_creates_and_kills_leave_nothing(new_bwrap):
                 backend.exec(handle, ["sh", "-c", BUSY], timeout_s=0.05)
             case 2:
                 backend.close(backend.fork(handle)[0])
-            case 3:  # its bubblewrap is killed
-                os.kill(bubblewrap, signal.SIGKILL)
+            case 3:  # so is what started it
+                os.kill(bubblewrap if type(backend) is Bwrap else first, signal.SIGKILL)
         backend.close(handle)
     assert until(lambda: traces(node) == before, 3), (before, traces(node))
 
@@ -108,9 +118,9 @@ def test_failed_creates_leave_nothing(new_bwrap):
 
 OWNER = """
 import os, sys
-from c2.sandbox.bwrap import Bwrap
+from c2.sandbox.{module} import {name}
 from c2.sandbox.protocol import Spec
-backend = Bwrap()
+backend = {name}()
 for _ in range(5):
     backend.start(backend.create(Spec()), ["sh", "-c", {busy!r}])
 print(backend._node._process.pid, flush=True)
@@ -120,8 +130,9 @@ os.kill({victim}, 9)
 """
 
 
-def owner(victim: str, after: str = "") -> tuple[subprocess.Popen, int]:
-    code = OWNER.format(busy=BUSY, victim=victim, after=after)
+def owner(backend, victim: str, after: str = "") -> tuple[subprocess.Popen, int]:
+    name = type(backend).__name__
+    code = OWNER.format(busy=BUSY, victim=victim, after=after, name=name, module=backend.name)
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         cwd=Path(__file__).parents[2],
@@ -131,10 +142,10 @@ def owner(victim: str, after: str = "") -> tuple[subprocess.Popen, int]:
 
 def test_killed_owner_leaves_nothing(bwrap):
     before = groups(), folders()
-    process, node = owner("os.getpid()")
-    inside = below(node)
-    assert len(inside) >= 5 * 6 and groups() > before[0] and folders() > before[1]
-    started = [(pid, linux.start_time(pid)) for pid in (node, *inside)]
+    process, node = owner(bwrap, "os.getpid()")
+    there = below(node)
+    assert len(there) >= 5 * 6 and groups() > before[0] and folders() > before[1]
+    started = [(pid, linux.start_time(pid)) for pid in (node, *there)]
     process.communicate("")
     assert process.returncode == -signal.SIGKILL
     assert until(lambda: not any(when and linux.start_time(pid) == when for pid, when in started))
@@ -150,9 +161,9 @@ except Exception as error:
     print(type(error).__name__, error.reason)
 backend.shutdown()
 """
-    process, node = owner("backend._node._process.pid", after)
-    inside = below(node)
-    started = [(pid, linux.start_time(pid)) for pid in (node, *inside)]
+    process, node = owner(bwrap, "backend._node._process.pid", after)
+    there = below(node)
+    started = [(pid, linux.start_time(pid)) for pid in (node, *there)]
     said, _ = process.communicate("")
     assert said.split() == ["SandboxLost", "backend"] and process.returncode == 0
     assert until(lambda: not any(when and linux.start_time(pid) == when for pid, when in started))
@@ -179,9 +190,8 @@ def test_processes_are_nobody_outside(bwrap):
     """Were a wall to fall, what is behind it would still be an ordinary user of the machine."""
     handle = bwrap.create(Spec())
     bwrap.start(handle, ["sleep", "60"])
-    inside = {pid for box in children(bwrap._node._process.pid) for pid in below(box)}
-    assert len(inside) >= 3
-    for pid in inside:
+    assert until(lambda: len(inside(bwrap, handle)) >= 3)
+    for pid in inside(bwrap, handle):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         fields = dict(line.split(":", 1) for line in lines)
         user = HOST_ID if os.getuid() == 0 else os.getuid()

@@ -6,6 +6,7 @@ from c2.sandbox import battery
 from c2.sandbox.bwrap import Bwrap
 from c2.sandbox.plain import Plain
 from c2.sandbox.protocol import ExecResult, SandboxError
+from c2.sandbox.zygote import Zygote
 
 # A node with a function of which the result is changed.
 NODE = """
@@ -20,12 +21,12 @@ node.main()
 """
 
 
-def refusal(monkeypatch, function: str, change: str) -> str:
+def refusal(monkeypatch, function: str, change: str, backend: type[Bwrap] = Bwrap) -> str:
     module, _, name = function.partition(".")
     code = NODE.format(module=module, name=name, change=change)
     monkeypatch.setattr("c2.sandbox.bwrap.NODE", ("-c", code))
     with pytest.raises(SandboxError) as refused:
-        Bwrap()
+        backend()
     return str(refused.value)
 
 
@@ -49,6 +50,42 @@ def test_missing_option_is_found(monkeypatch, bwrap, wall, change):
     assert "refuses to run, walls are missing" in message and f"{wall}: " in message
 
 
+PROC = 'proc = new + "/proc"'
+
+
+def in_server(module: str, old: str, new: str) -> str:
+    """Changes the copy of a module of the tool server that this node gives to sandboxes."""
+    return f"""
+    file = args[0] / "server/toolserver/{module}.py"
+    text = file.read_text()
+    assert {old!r} in text
+    file.write_text(text.replace({old!r}, {new!r}))
+    for compiled in file.parent.glob("__pycache__/{module}.*"): compiled.unlink()
+    """
+
+
+@pytest.mark.parametrize(
+    "wall, old, new",
+    [
+        ("user", "prctl(PR_CAPBSET_DROP, number)", "pass"),
+        ("seccomp", "prctl(PR_SET_SECCOMP, ", "print("),
+        ("files", PROC, '_mount("/tmp", new + "/tmp", None, MS_BIND | MS_REC)\n    ' + PROC),
+        ("devices", PROC, '_mount("/dev", new + "/dev", None, MS_BIND | MS_REC)\n    ' + PROC),
+        ("memory", 'os.write(fd, b"0")', "pass"),
+        ("fork_bomb", 'os.write(fd, b"0")', "pass"),
+    ],
+)
+def test_missing_step_is_found(monkeypatch, bwrap, wall, old, new):
+    message = refusal(monkeypatch, "root.make", in_server("walls", old, new), Zygote)
+    assert "refuses to run, walls are missing" in message and f"{wall}: " in message
+
+
+@pytest.mark.parametrize("namespace", ["0x40000000", "0x20000000"])  # network, processes
+def test_nothing_starts_without_a_namespace(monkeypatch, bwrap, namespace):
+    change = in_server("zygote", f" | {namespace}", "")
+    assert "Operation not permitted" in refusal(monkeypatch, "root.make", change, Zygote)
+
+
 @pytest.mark.parametrize("wall, limit", [("fork_bomb", "pids"), ("memory", "memory")])
 def test_missing_limit_is_found(monkeypatch, bwrap, wall, limit):
     change = f"object.__setattr__(result, {limit!r}, getattr(result, {limit!r}) * 100)"
@@ -62,7 +99,7 @@ def test_missing_controllers_are_found(monkeypatch, bwrap):
 
 def test_missing_disk_limit_is_found(monkeypatch, bwrap):
     change = "linux.mount('c2', args[0]._folder, None, 32, 'size=1g')"  # 32: remount
-    assert "disk: " in refusal(monkeypatch, "box.Box.start", change)
+    assert "disk: " in refusal(monkeypatch, "box.Box.begin", change)
 
 
 def test_garbage_from_the_probes_counts_as_a_hole(bwrap, monkeypatch):

@@ -105,7 +105,7 @@ def _supervise(argv, cwd, env, files, status):
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     # Above the standard three, so that none of them is overwritten while they are put in place.
     keep = [os.dup2(fd, 100 + i, inheritable=False) for i, fd in enumerate((*files, status))]
-    _close_all_but(keep)
+    close_all_but(keep)
     status = keep[3]
     try:
         command = os.fork()
@@ -166,7 +166,8 @@ def _has_children():
     return True
 
 
-def _close_all_but(keep):
+def close_all_but(keep):
+    """Closes all descriptors but these."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in keep:
             with contextlib.suppress(OSError):  # the descriptor of the listing itself

@@ -8,11 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import settings
 
 from c2 import models
 from c2.models import MLAConfig, ModelConfig, MoEConfig, RopeConfig, YarnConfig
 
 jax.config.update("jax_default_matmul_precision", "highest")
+settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

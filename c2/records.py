@@ -1,0 +1,35 @@
+"""What the services of reinforcement learning tell each other: plain numpy records, no jax."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+NO_ROUTE = -1  # a real token without captured routes, in `Completion.routes`
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Completion:
+    """What the rollout engine sampled after one prompt; ids are never made from text again.
+
+    Attributes:
+      prompt: int32 [prompt].
+      tokens: int32 [token]; a stop token that ended it is its last one.
+      log_probs: f32 [token], of every token under the distribution that it was sampled from.
+      versions: int32 [token], the policy version behind that distribution; never decreasing.
+      forced: bool [token], True for tokens that the request dictated: no choice of the policy.
+      routes: int16 [prompt + token, moe_layer, top_k], the experts that every token went through
+        when it was first computed, `NO_ROUTE` for tokens that never were, such as the last.
+      temperature: of the distribution.
+      finish: whether a stop token or the token budget ended it. There is no other way: a request
+        that is cancelled has no completion, and new weights end nothing.
+    """
+
+    prompt: np.ndarray
+    tokens: np.ndarray
+    log_probs: np.ndarray
+    versions: np.ndarray
+    forced: np.ndarray
+    routes: np.ndarray
+    temperature: float
+    finish: Literal["stop", "length"]

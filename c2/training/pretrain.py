@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from c2 import models
@@ -230,13 +231,18 @@ def log_prob_fn(params: models.Params, cfg: ModelConfig) -> Callable[[np.ndarray
       ``tokens int32 [batch, window] -> log-probabilities of tokens[:, 1:], f32
       [batch, window - 1]``; compiled once per shape.
     """
-    return lambda tokens: np.asarray(_log_probs(params, tokens, cfg))
+    return lambda tokens: _whole(_log_probs(params, tokens, cfg))
 
 
 @partial(jax.jit, static_argnames="cfg")
 def _log_probs(params, tokens, cfg):
     logits = models.forward(params, tokens[:, :-1], cfg).logits
     return token_log_probs(logits, tokens[:, 1:])
+
+
+def _whole(x: jax.Array) -> np.ndarray:
+    """An array that may lie on devices of several processes, in all of them."""
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
 def acceptance_fn(params: models.Params, cfg: ModelConfig) -> Callable[[np.ndarray], np.ndarray]:
@@ -246,7 +252,7 @@ def acceptance_fn(params: models.Params, cfg: ModelConfig) -> Callable[[np.ndarr
       ``tokens int32 [batch, window] -> probability that a draft for tokens[:, 2:] is accepted,
       f32 [batch, window - 2]``; compiled once per shape.
     """
-    return lambda tokens: np.asarray(_acceptance(params, tokens, cfg))
+    return lambda tokens: _whole(_acceptance(params, tokens, cfg))
 
 
 @partial(jax.jit, static_argnames="cfg")

@@ -1,0 +1,1 @@
+"""The rollout engine: samples from the policy and records exactly what it sampled from."""

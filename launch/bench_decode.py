@@ -1,0 +1,112 @@
+"""Sampling 64 tokens after each of 32 prompts of 64, with a small DeepSeek-V3-style model.
+
+Ours is an engine on every device of this process, the prompts shared among them. The peer is
+Hugging Face transformers' `generate` with the same weights, its fastest expert implementation on
+CPU (`grouped_mm`) and a key-value cache, sampling from the whole distribution too.
+"""
+
+import importlib.util
+import os
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+
+from launch.bench_case import Case, Step, timed
+
+PROMPTS, PROMPT, NEW, VOCAB = 32, 64, 64, 4096
+PEER, UNIT, SAME_WORK = "transformers", "tokens", True
+
+
+def cases(dtypes: Sequence[str]) -> dict[str, Case]:
+    """A case per precision."""
+    # found but not imported: torch must not count as memory of our side
+    for name in ("torch", "transformers"):
+        if importlib.util.find_spec(name) is None:
+            raise ImportError(f"no module named {name!r}")
+    return {
+        dtype: Case(partial(_ours, dtype), partial(_peer, dtype), PROMPTS * NEW) for dtype in dtypes
+    }
+
+
+def _prompts() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, VOCAB, (PROMPTS, PROMPT), dtype=np.int32)
+
+
+def _model(dtype: str):
+    """The model of `launch.bench_train_step`, and its initial weights."""
+    import jax
+
+    from c2 import models
+
+    cfg = models.ModelConfig(
+        vocab=VOCAB,
+        hidden=256,
+        layers=4,
+        dense_layers=1,
+        dense_intermediate=1024,
+        attention=models.MLAConfig(heads=8, q_lora=128, kv_lora=64, nope=32, rope=16, v=32),
+        moe=models.MoEConfig(experts=16, top_k=4, intermediate=128, scale=2.5),
+        dtype=dtype,
+    )
+    return cfg, models.init(jax.random.key(0), cfg)
+
+
+def _ours(dtype: str) -> Step:
+    import jax
+
+    from c2.rollout.config import EngineConfig, Request
+    from c2.rollout.device import Device
+    from c2.rollout.scheduler import Scheduler, run
+
+    cfg, params = _model(dtype)
+    devices = jax.devices()[: max(n for n in range(1, jax.device_count() + 1) if PROMPTS % n == 0)]
+    share = PROMPTS // len(devices)
+    engine = EngineConfig(
+        slots=share, capacity=PROMPT + NEW, prefill_rows=share, prefill_chunk=PROMPT, steps=NEW
+    )
+    schedulers = [
+        Scheduler(Device(params, cfg, engine, device), engine, VOCAB) for device in devices
+    ]
+    requests = [
+        Request(prompt=prompt.tolist(), max_tokens=NEW, id=i) for i, prompt in enumerate(_prompts())
+    ]
+    shares = [requests[i : i + share] for i in range(0, PROMPTS, share)]
+    threads = ThreadPoolExecutor(len(devices))
+
+    def step():
+        done = [c for some in threads.map(run, schedulers, shares) for c in some]
+        assert all(len(c.tokens) == NEW for c in done)
+
+    return timed(step)
+
+
+def _peer(dtype: str) -> Step:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from c2.models import hf
+
+    cfg, params = _model(dtype)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        hf.save(params, cfg, f"{folder}/model", dtype="float32")
+        model = AutoModelForCausalLM.from_pretrained(
+            f"{folder}/model",
+            dtype=getattr(torch, dtype),
+            attn_implementation="sdpa",
+            experts_implementation="grouped_mm",
+        ).eval()
+    prompts = torch.from_numpy(_prompts()).long()
+
+    def step():
+        new = {"max_new_tokens": NEW, "min_new_tokens": NEW, "pad_token_id": 0}
+        out = model.generate(
+            prompts, attention_mask=torch.ones_like(prompts), do_sample=True, top_k=0, **new
+        )
+        assert out.shape == (PROMPTS, PROMPT + NEW)
+
+    return timed(step)

@@ -1,7 +1,7 @@
 """Devices of chips that are not there, to compile programs for.
 
     targets.prepare()                      # before jax starts
-    device, *_ = targets.devices("b200")   # or "h100", "h200", "v5p:2x2x1", "tpu7x:2x2x1", ...
+    device, *_ = targets.devices("b200")   # or "h100", "h200", "v5p:2x2x1", "b200:64x8", ...
     with jax.default_device(device):
         jax.jit(f).lower(*targets.shapes_on(device, shapes)).compile()
 
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 GPUS = ("h100", "h200", "b200")
+GPU_CLUSTER = re.compile(rf"({'|'.join(GPUS)})(?::([1-9]\d*)x([1-9]\d*))?")  # hosts x GPUs each
 TPU_SLICE = re.compile(r"[a-z]+\d+\w*:\d+(x\d+){0,2}")  # what jax calls a topology
 _INSTALL = 'pip install --constraint constraints.txt --editable ".[aot]"'
 
@@ -68,14 +69,14 @@ def cuda_home() -> Path | None:
 
 
 def devices(name: str) -> list:
-    """Jax devices of a GPU, or of a slice of TPUs, that a program can be compiled for.
+    """Jax devices of GPUs, or of a slice of TPUs, that a program can be compiled for.
 
     Kernels written in Mosaic GPU look at the default device for the chip they are made for, and
     the first answer holds for the process: compile them for one kind of GPU in each.
 
     Args:
-      name: one of `GPUS`, or a TPU generation and the shape of a slice, such as "v6e:2x2",
-        "v5p:2x2x1" or "tpu7x:4x4x4".
+      name: one of `GPUS`, for a cluster with hosts and GPUs of each, as in "b200:64x8"; or a TPU
+        generation and the shape of a slice, such as "v6e:2x2", "v5p:2x2x1" or "tpu7x:4x4x4".
 
     Raises:
       TargetError: if there is no such chip or slice, or the compiler is not installed.
@@ -86,10 +87,14 @@ def devices(name: str) -> list:
     from jax.experimental import topologies
 
     try:
-        if name in GPUS:
-            text = resources.files("launch").joinpath(f"chips/{name}.txtpb").read_text()
+        if cluster := GPU_CLUSTER.fullmatch(name):
+            chip, hosts, gpus = cluster.groups(default="1")
+            text = resources.files("launch").joinpath(f"chips/{chip}.txtpb").read_text()
             return topologies.get_topology_desc(
-                platform="cuda", topology_name=name, target_config=text, topology="1x1x1"
+                platform="cuda",
+                topology_name=name,
+                target_config=text,
+                topology=f"1x{hosts}x{gpus}",  # slices, hosts of each, GPUs of each
             ).devices
         return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
     except jax.errors.JaxRuntimeError as error:
@@ -98,13 +103,16 @@ def devices(name: str) -> list:
 
 def missing(name: str) -> str | None:
     """Why nothing can be compiled for this chip here, in one line that says what to do."""
-    if name in GPUS:
+    if GPU_CLUSTER.fullmatch(name):
         if not _installed("jax_plugins.xla_cuda13"):
             return f"{name}: the compiler is not installed; {_INSTALL}"
         if not cuda_home():
             return f"{name}: no ptxas in $CUDA_HOME, from pip or in /usr/local/cuda; {_INSTALL}"
-    elif not TPU_SLICE.fullmatch(name):
-        return f"{name!r} is no chip; legal are {', '.join(GPUS)} and TPU slices as 'v5p:2x2x1'"
+    elif name.partition(":")[0] in GPUS or not TPU_SLICE.fullmatch(name):
+        return (
+            f"{name!r} is no chip; legal are {', '.join(GPUS)}, clusters of them as 'b200:64x8' "
+            "(hosts x GPUs) and TPU slices as 'v5p:2x2x1'"
+        )
     elif not _installed("libtpu"):
         return f"{name}: the compiler is not installed; {_INSTALL}"
     return None

@@ -23,7 +23,9 @@ def cuda_in(folder):
     return folder
 
 
-@pytest.mark.parametrize("name", ["", "b100", "v5p", "v5p:", "v5p:2x", "v5p:2x2x1x1", "../b200"])
+@pytest.mark.parametrize(
+    "name", ["", "b100", "v5p", "v5p:", "v5p:2x", "v5p:2x2x1x1", "../b200", "b200:8", "b200:0x8"]
+)
 def test_a_name_that_is_no_chip_gives_one_line_with_legal_ones(name):
     with pytest.raises(
         targets.TargetError, match="is no chip; legal are h100, h200, b200"
@@ -99,6 +101,7 @@ def compile_for(name):
         ("h100", "1, NVIDIA H100 80GB HBM3"),
         ("h200", "1, NVIDIA H200"),
         ("b200", "1, NVIDIA B200"),
+        ("b200:2x8", "16, NVIDIA B200"),  # hosts x GPUs of each
         ("v5p:2x2x1", "4, TPU v5"),
         ("v6e:2x2", "4, TPU v6 lite"),
         ("tpu7x:2x2x1", "8, TPU7x"),  # a chip is two devices

@@ -52,7 +52,7 @@ class Compiled:
       host_bytes: peak memory of the process that compiled.
       schedule: what the module's schedule costs.
       moved: by purpose.
-      unexpected: collectives that the design does not name, one line each.
+      unexpected: bytes of collectives that the design does not name.
       trips_unknown: loops whose bound was not found; they count once.
     """
 
@@ -61,14 +61,17 @@ class Compiled:
     host_bytes: int
     schedule: Schedule
     moved: dict[str, Moved]
-    unexpected: list[str]
+    unexpected: dict[str, float]
     trips_unknown: int
 
     @property
     def hbm(self) -> float:
-        """Bytes that a device must have."""
-        m = self.memory
-        return m["arguments"] + m["outputs"] - m["aliased"] + m["temporaries"] + m["code"]
+        """Bytes that a device must have: the most at any time, arguments included, and code.
+
+        It is at this peak that the compiler for TPUs refuses a program; its "temporaries" may be
+        more than that, since they count buffers that never live together.
+        """
+        return self.memory["peak"] + self.memory["code"]
 
 
 def compile_step(
@@ -148,7 +151,8 @@ def read(
     module = hlo.parse(text)
     given = Assumptions(rows=needs.rows, sent=needs.sent)
     moved: dict[str, Moved] = defaultdict(Moved)
-    unexpected, unknown = [], 0
+    unexpected: dict[str, float] = defaultdict(float)
+    unknown = 0
     replicated = planned.layout.weights == "replicated"
     sizes = _smallest_matrix(planned), _tokens(planned), GRADIENTS if replicated else UNEXPECTED
     for name, runs in module.runs().items():
@@ -165,14 +169,14 @@ def read(
                 entry.runs += runs
                 entry.kinds[found.kind] = entry.kinds.get(found.kind, 0) + 1
                 if why == UNEXPECTED:
-                    unexpected.append(_line(found, fabric, runs))
+                    unexpected[_line(found, fabric)] += found.moved * runs * share
     return Compiled(
         memory=result["memory"],
         seconds=result["seconds"],
         host_bytes=result["host_bytes"],
         schedule=roofline.simulate(module, fabric, given),
         moved=dict(moved),
-        unexpected=unexpected,
+        unexpected=dict(unexpected),
         trips_unknown=unknown,
     )
 
@@ -224,6 +228,6 @@ def _smallest_matrix(planned: Case) -> int:
     )
 
 
-def _line(found: Collective, fabric: Fabric, runs: float) -> str:
+def _line(found: Collective, fabric: Fabric) -> str:
     over = " x ".join(fabric.over(found.group)) or "all devices"
-    return f"{found} over {over}, {runs:,.0f} times, from {found.scope}"
+    return f"{found} over {over}" + (f", from {found.scope}" if found.scope else "")

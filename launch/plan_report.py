@@ -15,6 +15,7 @@ from launch.plan_compiled import Compiled, Moved
 from launch.roofline import GIB, Chip, Fabric
 
 WAITS = 8  # that are shown
+LISTED = 8  # likewise, of collectives that the design does not name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,8 +136,12 @@ def compiled(needs: Needs, fabric: Fabric, found: Compiled) -> list[Table]:
         Table("Result", ("", "value"), facts),
     ]
     if found.unexpected:
-        lines = [(line,) for line in found.unexpected]
-        tables.append(Table("Collectives that the design does not name", ("",), lines))
+        ranked = sorted(found.unexpected.items(), key=lambda item: -item[1])
+        lines = [(line, _bytes(moved)) for line, moved in ranked[:LISTED]]
+        if rest := ranked[LISTED:]:
+            lines.append((f"{len(rest)} other kinds", _bytes(sum(moved for _, moved in rest))))
+        title = "Collectives that the design does not name"
+        tables.append(Table(title, ("collective", "bytes"), lines))
     return tables
 
 
@@ -151,7 +156,7 @@ def summary(planned: Case, needs: Needs, fabric: Fabric, found: Compiled) -> Tab
             "slice",
             "context",
             "CP, EP",
-            "state + temporaries",
+            "needed",
             "of",
             "CP traffic / least",
             "step",
@@ -164,7 +169,7 @@ def summary(planned: Case, needs: Needs, fabric: Fabric, found: Compiled) -> Tab
                 planned.topology.name,
                 f"{planned.phase.context // 1024}k",
                 f"{layout.context}, {layout.expert}",
-                f"{_bytes(found.memory['arguments'])} + {_bytes(found.memory['temporaries'])}",
+                _bytes(found.hbm),
                 _bytes(fabric.chip.hbm),
                 f"{context:.2f}",
                 f"{_number(schedule.seconds)} s",

@@ -5,6 +5,7 @@ tensor, and a tensor belongs to exactly one: rules never compete. Vectors are wh
 they are small, and their gradients are summed once a step.
 """
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Protocol
@@ -135,7 +136,9 @@ def _two_steps(axes: tuple[str, ...]) -> list[tuple[str, ...]]:
 def _gather(x, dtypes, gathers):
     x = x.astype(dtypes[1])
     for dim, axes in gathers:
-        x = jax.lax.all_gather(x, axes, axis=dim, tiled=True)
+        flat, at = _flat(x, dim)
+        gathered = jax.lax.all_gather(flat, axes, axis=at, tiled=True)
+        x = gathered.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
     return x
 
 
@@ -146,11 +149,24 @@ def _gather_forward(x, dtypes, gathers):
 def _gather_backward(dtypes, gathers, _, d_whole):
     d = d_whole.astype(jnp.float32)
     for dim, axes in reversed(gathers):
-        d = jax.lax.psum_scatter(d, axes, scatter_dimension=dim, tiled=True)
+        flat, at = _flat(d, dim)
+        scattered = jax.lax.psum_scatter(flat, axes, scatter_dimension=at, tiled=True)
+        d = scattered.reshape(*d.shape[:dim], -1, *d.shape[dim + 1 :])
     return (d.astype(dtypes[0]),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
+
+
+def _flat(x: jax.Array, dim: int) -> tuple[jax.Array, int]:
+    """Merges the dimensions on either side of one, and says which it has become.
+
+    XLA's TPU compiler scatters what is wide behind the scattered dimension; of a dimension of 2
+    there, as of SwiGLU's weights, it would make an all-reduce.
+    """
+    before, after = math.prod(x.shape[:dim]), math.prod(x.shape[dim + 1 :])
+    sizes = [before] * (before > 1) + [x.shape[dim]] + [after] * (after > 1)
+    return x.reshape(sizes), int(before > 1)
 
 
 def sum_gradients(grads: Any, partitions: Any) -> Any:

@@ -180,14 +180,14 @@ def test_without_a_compiler_the_analytic_part_is_printed_and_saved(unprepared, c
     assert "| context | all-gather |" in (tmp_path / "plan.md").read_text()
 
 
-@pytest.mark.parametrize(("temporaries", "status"), [(50 * GIB, 0), (190 * GIB, 1)])
+@pytest.mark.parametrize(("peak", "status"), [(50 * GIB, 0), (190 * GIB, 1)])
 def test_a_module_is_read_and_a_step_that_does_not_fit_is_status_1(
-    unprepared, monkeypatch, tmp_path, temporaries, status
+    unprepared, monkeypatch, tmp_path, peak, status
 ):
     monkeypatch.setattr(targets, "missing", lambda name: None)
-    sizes = dict.fromkeys(("arguments", "outputs", "aliased", "code", "peak"), GIB)
+    sizes = dict.fromkeys(("arguments", "outputs", "aliased", "code", "temporaries"), GIB)
     result = {
-        "memory": sizes | {"temporaries": temporaries},
+        "memory": sizes | {"peak": peak},
         "seconds": {"trace": 1.0, "compile": 2.0},
         "host_bytes": GIB,
     }
@@ -203,8 +203,8 @@ def test_a_module_is_read_and_a_step_that_does_not_fit_is_status_1(
     assert plan.main(["plan", *arguments, f"--out={tmp_path}"]) == status
     assert asked[0]["topology"] == "b200:2x8" and "phases.0.batch=16" in asked[0]["overrides"]
     saved = json.loads((tmp_path / "plan.json").read_text())["compiled"]
-    assert saved["hbm"] == temporaries + 2 * GIB
-    assert saved["unexpected"] == []
+    assert saved["hbm"] == peak + GIB
+    assert saved["unexpected"] == {}
     assert saved["schedule"]["seconds"] > saved["schedule"]["compute"] > 0
     text = (tmp_path / "plan.md").read_text()
     assert "## Collectives of the module" in text and "| b200:2x8 | 32k | 2, 8 |" in text

@@ -1,6 +1,7 @@
 """What all tests share: full-precision matmuls on a CPU, one small model, hand-made packed rows."""
 
 import os
+import signal
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # before jax is imported; subprocesses inherit it
 
@@ -14,6 +15,8 @@ from c2 import models
 from c2.models import MLAConfig, ModelConfig, MoEConfig, RopeConfig, YarnConfig
 
 jax.config.update("jax_default_matmul_precision", "highest")
+# a background job ignores Ctrl-C, and so would the children that tests send it to
+signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
 settings.load_profile("untimed")
 

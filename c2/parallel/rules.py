@@ -136,8 +136,7 @@ def _two_steps(axes: tuple[str, ...]) -> list[tuple[str, ...]]:
 def _gather(x, dtypes, gathers):
     x = x.astype(dtypes[1])
     for dim, axes in gathers:
-        flat, at = _flat(x, dim)
-        gathered = jax.lax.all_gather(flat, axes, axis=at, tiled=True)
+        gathered = jax.lax.all_gather(_flat(x, dim), axes, axis=dim, tiled=True)
         x = gathered.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
     return x
 
@@ -149,8 +148,7 @@ def _gather_forward(x, dtypes, gathers):
 def _gather_backward(dtypes, gathers, _, d_whole):
     d = d_whole.astype(jnp.float32)
     for dim, axes in reversed(gathers):
-        flat, at = _flat(d, dim)
-        scattered = jax.lax.psum_scatter(flat, axes, scatter_dimension=at, tiled=True)
+        scattered = jax.lax.psum_scatter(_flat(d, dim), axes, scatter_dimension=dim, tiled=True)
         d = scattered.reshape(*d.shape[:dim], -1, *d.shape[dim + 1 :])
     return (d.astype(dtypes[0]),)
 
@@ -158,15 +156,14 @@ def _gather_backward(dtypes, gathers, _, d_whole):
 _gather.defvjp(_gather_forward, _gather_backward)
 
 
-def _flat(x: jax.Array, dim: int) -> tuple[jax.Array, int]:
-    """Merges the dimensions on either side of one, and says which it has become.
+def _flat(x: jax.Array, dim: int) -> jax.Array:
+    """Merges the dimensions behind ``dim``.
 
     XLA's TPU compiler scatters what is wide behind the scattered dimension; of a dimension of 2
-    there, as of SwiGLU's weights, it would make an all-reduce.
+    there, as in SwiGLU's weights, it would make an all-reduce.
     """
-    before, after = math.prod(x.shape[:dim]), math.prod(x.shape[dim + 1 :])
-    sizes = [before] * (before > 1) + [x.shape[dim]] + [after] * (after > 1)
-    return x.reshape(sizes), int(before > 1)
+    after = math.prod(x.shape[dim + 1 :])
+    return x.reshape(*x.shape[: dim + 1], *[after] * (after > 1))
 
 
 def sum_gradients(grads: Any, partitions: Any) -> Any:

@@ -273,8 +273,6 @@ def test_ctrl_c_says_how_to_resume(study, tmp_path):
     words = (f"--config={study}", f"--workdir={tmp_path / 'w'}", "--config.fail=wait")
     command = [sys.executable, "-m", "launch.main", *words]
     environment = {**os.environ, "C2_CACHE_DIR": str(tmp_path / "cache")}
-    # if these tests are a background job, it ignores the signal, and so would its children
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

@@ -147,9 +147,11 @@ def test_absorbed_weights_equal_expanded_keys_and_values(tiny_config, random_par
     positions = jnp.broadcast_to(jnp.arange(12), (2, 12))
     segments = jnp.asarray([[1] * 12, [1] * 8 + [0] * 4])
     angles = rope.tables(positions, tiny_config.rope, tiny_config.attention.rotary)
-    expanded, nothing = mla.attention(x, layer, Tokens(*angles, segments), tiny_config, None)
+    expanded, nothing = mla.attention(
+        x, layer, Tokens(*angles, positions, segments), tiny_config, None
+    )
     empty = jnp.zeros((2, 0, *mla.cache_entry(tiny_config).shape))
-    tokens = Tokens(*angles, segments, jnp.zeros(2, jnp.int32))
+    tokens = Tokens(*angles, positions, segments, jnp.zeros(2, jnp.int32))
     absorbed, entries = mla.attention(x, layer, tokens, tiny_config, empty)
     real = np.asarray(segments) > 0
     np.testing.assert_allclose(absorbed[real], expanded[real], atol=2e-6)

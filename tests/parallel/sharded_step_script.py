@@ -49,9 +49,9 @@ def config(attention: str, mtp: int) -> models.ModelConfig:
         "mtp": mtp,
     }
     cfg = presets.get(f"tiny_{attention}_moe")
-    sizes = {"q_lora": 16, "kv_lora": 16, "nope": 16, "rope": 16, "v": 16, "heads": 4}
+    sizes = {"q_lora": 16, "kv_lora": 16, "nope": 16, "rope": 16, "v": 16, "heads": 8}
     if attention == "gqa":
-        sizes = {"heads": 4, "kv_heads": 2, "head_dim": 16}
+        sizes = {"heads": 8, "kv_heads": 2, "head_dim": 16}
     return dataclasses.replace(
         cfg,
         **small,

@@ -5,7 +5,6 @@ Hugging Face transformers' `generate` with the same weights, its fastest expert 
 CPU (`grouped_mm`) and a key-value cache, sampling from the whole distribution too.
 """
 
-import importlib.util
 import os
 import tempfile
 from collections.abc import Sequence
@@ -15,17 +14,15 @@ from functools import partial
 import numpy as np
 
 from launch.bench_case import Case, Step, timed
+from launch.bench_train_step import VOCAB, model_config, require_peer
 
-PROMPTS, PROMPT, NEW, VOCAB = 32, 64, 64, 4096
+PROMPTS, PROMPT, NEW = 32, 64, 64
 PEER, UNIT, SAME_WORK = "transformers", "tokens", True
 
 
 def cases(dtypes: Sequence[str]) -> dict[str, Case]:
     """A case per precision."""
-    # found but not imported: torch must not count as memory of our side
-    for name in ("torch", "transformers"):
-        if importlib.util.find_spec(name) is None:
-            raise ImportError(f"no module named {name!r}")
+    require_peer()
     return {
         dtype: Case(partial(_ours, dtype), partial(_peer, dtype), PROMPTS * NEW) for dtype in dtypes
     }
@@ -41,16 +38,7 @@ def _model(dtype: str):
 
     from c2 import models
 
-    cfg = models.ModelConfig(
-        vocab=VOCAB,
-        hidden=256,
-        layers=4,
-        dense_layers=1,
-        dense_intermediate=1024,
-        attention=models.MLAConfig(heads=8, q_lora=128, kv_lora=64, nope=32, rope=16, v=32),
-        moe=models.MoEConfig(experts=16, top_k=4, intermediate=128, scale=2.5),
-        dtype=dtype,
-    )
+    cfg = model_config(dtype)
     return cfg, models.init(jax.random.key(0), cfg)
 
 

@@ -19,14 +19,37 @@ PEER, UNIT, SAME_WORK = "transformers", "tokens", True
 
 def cases(dtypes: Sequence[str]) -> dict[str, Case]:
     """A case per precision."""
-    # found but not imported: torch must not count as memory of our side
-    for name in ("torch", "transformers"):
-        if importlib.util.find_spec(name) is None:
-            raise ImportError(f"no module named {name!r}")
+    require_peer()
     return {
         dtype: Case(partial(_ours, dtype), partial(_peer, dtype), ROWS * CONTEXT)
         for dtype in dtypes
     }
+
+
+def require_peer() -> None:
+    """Raises ImportError unless transformers and torch can be imported.
+
+    They are not imported: torch must not count as memory of our side.
+    """
+    for name in ("torch", "transformers"):
+        if importlib.util.find_spec(name) is None:
+            raise ImportError(f"no module named {name!r}")
+
+
+def model_config(dtype: str):
+    """The small DeepSeek-V3-style model that both sides run."""
+    from c2 import models
+
+    return models.ModelConfig(
+        vocab=VOCAB,
+        hidden=256,
+        layers=4,
+        dense_layers=1,
+        dense_intermediate=1024,
+        attention=models.MLAConfig(heads=8, q_lora=128, kv_lora=64, nope=32, rope=16, v=32),
+        moe=models.MoEConfig(experts=16, top_k=4, intermediate=128, scale=2.5),
+        dtype=dtype,
+    )
 
 
 def _tokens() -> np.ndarray:
@@ -43,16 +66,7 @@ def _ours(dtype: str) -> Step:
     from c2.training.state import init_state
     from c2.training.step import make_train_step
 
-    cfg = models.ModelConfig(
-        vocab=VOCAB,
-        hidden=256,
-        layers=4,
-        dense_layers=1,
-        dense_intermediate=1024,
-        attention=models.MLAConfig(heads=8, q_lora=128, kv_lora=64, nope=32, rope=16, v=32),
-        moe=models.MoEConfig(experts=16, top_k=4, intermediate=128, scale=2.5),
-        dtype=dtype,
-    )
+    cfg = model_config(dtype)
     mesh = meshes.data_mesh(max(n for n in range(1, jax.device_count() + 1) if ROWS % n == 0))
     optimizer = optimizers.make(optimizers.OptimizerConfig(), 1e-3, models.spec(cfg))
     state = meshes.replicate(init_state(jax.random.key(0), cfg, optimizer), mesh)

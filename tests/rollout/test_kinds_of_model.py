@@ -26,7 +26,8 @@ GROUPED = GQAConfig(heads=4, kv_heads=2, head_dim=8, qk_norm=True)
             1e-2,
             id="bf16",
             marks=pytest.mark.xfail(
-                reason="latents decode without expanding keys, which rounds differently: up to 0.03"
+                strict=True,  # the bound stands; whoever reaches it takes this out
+                reason="latents decode without expanded keys, which rounds differently: up to .03",
             ),
         ),
         pytest.param({"moe": None, "dense_layers": 3, "mtp": 0}, 1e-5, id="dense"),

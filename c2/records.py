@@ -6,6 +6,7 @@ from typing import Literal
 import numpy as np
 
 NO_ROUTE = -1  # a real token without captured routes, in `Completion.routes`
+NO_VERSION = -1  # a token that was not sampled, in `Generation.versions`
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,3 +34,24 @@ class Completion:
     routes: np.ndarray
     temperature: float
     finish: Literal["stop", "length"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Generation:
+    """One context that only ever grew: a link of the chain that a rollout is.
+
+    Attributes:
+      tokens: int32 [token].
+      loss_mask: bool [token], True for what the policy chose here.
+      log_probs: f32 [token]; 0 where nothing was sampled.
+      versions: int32 [token]; `NO_VERSION` where nothing was sampled.
+      temperatures: f32 [token], of the distributions; 1 where nothing was sampled.
+      routes: int16 [token, moe_layer, top_k], as of the first completion that has captured them.
+    """
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    log_probs: np.ndarray
+    versions: np.ndarray
+    temperatures: np.ndarray
+    routes: np.ndarray

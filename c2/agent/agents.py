@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from c2.agent.chat import SUMMARY_REQUEST, ChatFormat, Counts, Message, Request
-from c2.agent.trace import NO_VERSION, Generation, Trace
-from c2.records import Completion
+from c2.agent.trace import Trace
+from c2.records import NO_VERSION, Completion, Generation
 from c2.sandbox.tools.schema import Call
 
 Script = Generator[Call | Sequence[Call] | Message, Any, None]

@@ -8,8 +8,8 @@ import httpx2
 
 from c2.agent.agents import AgentError, Turn
 from c2.agent.chat import Message, Request
-from c2.agent.trace import Generation
 from c2.config import ConfigError
+from c2.records import Generation
 from c2.sandbox.protocol import ToolError
 from c2.sandbox.tools import schema
 from c2.sandbox.tools.schema import Call

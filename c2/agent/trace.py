@@ -7,34 +7,9 @@ place of old turns) begins a new row, and nothing is ever patched. Every sampled
 loss mask of exactly one row.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from c2.records import NO_ROUTE, Completion
-
-NO_VERSION = -1  # a token that was not sampled, in `Generation.versions`
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Generation:
-    """One context that only ever grew: a link of the chain that a rollout is.
-
-    Attributes:
-      tokens: int32 [token].
-      loss_mask: bool [token], True for what the policy chose here.
-      log_probs: f32 [token]; 0 where nothing was sampled.
-      versions: int32 [token]; `NO_VERSION` where nothing was sampled.
-      temperatures: f32 [token], of the distributions; 1 where nothing was sampled.
-      routes: int16 [token, moe_layer, top_k], as of the first completion that has captured them.
-    """
-
-    tokens: np.ndarray
-    loss_mask: np.ndarray
-    log_probs: np.ndarray
-    versions: np.ndarray
-    temperatures: np.ndarray
-    routes: np.ndarray
+from c2.records import NO_ROUTE, NO_VERSION, Completion, Generation
 
 
 class Trace:

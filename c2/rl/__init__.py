@@ -1,0 +1,1 @@
+"""Asynchronous reinforcement learning: who runs, what counts, who learns what."""

@@ -1,0 +1,44 @@
+"""How services call each other, whatever carries the call.
+
+A service is a plain object with asynchronous methods. Who holds a `Handle` to it calls them from
+another process or another machine; a `Launcher` has put it there and puts it there again when it
+has died. `launch.local` does so with processes, `launch.on_ray` with actors.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class LostError(Exception):
+    """The service has died, or cannot be reached; what was asked of it may or may not be done."""
+
+
+class Handle(Protocol):
+    """A service somewhere. Can be pickled, and so be given to other services."""
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Calls a method; cancelling this cancels the call over there.
+
+        Raises:
+          LostError: if the service is not there, or dies before it has answered.
+          Exception: what the method has raised.
+        """
+
+
+class Launcher(Protocol):
+    """Starts services and sees them die."""
+
+    async def start(self, name: str, make: Callable[[], Any]) -> Handle:
+        """Makes a service somewhere by calling ``make``, which can be pickled, and waits for it.
+
+        The same name again replaces it, dead or alive; handles to it lead to the new one.
+
+        Raises:
+          LostError: if it does not come up.
+        """
+
+    async def died(self, name: str) -> str:
+        """Waits until the service under this name dies by itself; returns what is known of it."""
+
+    async def close(self) -> None:
+        """Ends all services."""

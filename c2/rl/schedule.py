@@ -14,11 +14,12 @@ A group is all rollouts of one prompt. What happens to one, and to its rollouts:
 
 Staleness. Step n trains version n into version n + 1. A group with tokens of version v, its oldest,
 is trained at step v + S at the latest, where S is the bound. Call a group open from when it begins
-until it is trained or void. With B groups a step, all open ones can be in time if and only if, for
-every v, at most B (v + S - n + 1) of them have an oldest version up to v. Both decisions keep that
-true: a group begins only while fewer than B (S + 1) are open, and a step picks the oldest complete
-groups and goes on only if what stays open can be in time after it. Otherwise it waits. Nothing is
-ever dropped for its age, so slow rollouts are not starved: the trainer waits for them instead.
+until it is trained or void. With B groups a step, all open ones can be in time before step n if and
+only if, for every v, at most B (v + S - n + 1) of them have an oldest version up to v. Both
+decisions keep that true: a group begins only if it can be in time with all others, counting from
+the version that is served at that moment, and a step picks the oldest complete groups and goes on
+only if what stays open can be in time after it. Otherwise it waits. Nothing is ever dropped for its
+age, so slow rollouts are not starved: the trainer waits for them instead.
 """
 
 from collections import Counter, deque
@@ -98,10 +99,12 @@ class Schedule:
 
     Attributes:
       version: trained version, the number of steps done.
+      served: the oldest version that new rollouts may be sampled from; set by the caller when
+        inference has taken new weights.
     """
 
     def __init__(self, config: ScheduleConfig) -> None:
-        self.version = 0
+        self.version = self.served = 0
         self._config = config
         self._open: dict[int, Group] = {}
         self._complete: set[int] = set()
@@ -145,7 +148,7 @@ class Schedule:
         """A rollout has come to a score; ``oldest`` is the oldest version of its tokens."""
         group = self._left(job)
         if not group.version <= oldest <= self.version:
-            raise ValueError(f"version {oldest}; legal: {group.version} to {self.version}")
+            raise ValueError(f"{job}: version {oldest}; legal: {group.version} to {self.version}")
         group.scored[job.sample] = oldest
         self._counts["scored"] += 1
         self._settle(group)
@@ -170,7 +173,8 @@ class Schedule:
         if self.done or len(self._complete) < size:
             return None
         oldest = sorted(self._complete, key=lambda i: (self._open[i].version, i))[:size]
-        return oldest if self._in_time(set(oldest)) else None
+        left = [group.version for i, group in self._open.items() if i not in oldest]
+        return oldest if self._in_time(left, self.version + 1) else None
 
     def trained(self, groups: Iterable[int]) -> int:
         """A step has been done on these groups; returns the new version."""
@@ -192,7 +196,8 @@ class Schedule:
           groups: those that are open. Rollouts without an entry run again, with new tokens, so
             they make a group no older than the trained version.
         """
-        self.version, self._next = version, begun
+        self.version = self.served = version
+        self._next = begun
         for group in sorted(groups, key=lambda group: group.index):
             known = {*group.scored, *group.lost}
             new = [i for i in range(self._config.group) if i not in known]
@@ -232,10 +237,11 @@ class Schedule:
 
     def _begin(self) -> bool:
         config = self._config
-        left = (config.steps - self.version) * config.groups
-        if len(self._open) >= min(left, config.groups * (config.staleness + 1)):
+        steps_left = config.steps - self.version
+        versions = [*(group.version for group in self._open.values()), self.served]
+        if len(versions) > steps_left * config.groups or not self._in_time(versions, self.version):
             return False
-        self._open[self._next] = Group(self._next, self.version)
+        self._open[self._next] = Group(self._next, self.served)
         self._waiting += [Job(self._next, i, 1) for i in range(config.group)]
         self._next += 1
         return True
@@ -259,11 +265,10 @@ class Schedule:
             group.version = min(group.scored.values())
             self._complete.add(group.index)
 
-    def _in_time(self, picked: set[int]) -> bool:
-        """Whether all others can still be in time after a step on these."""
+    def _in_time(self, versions: Iterable[int], step: int) -> bool:
+        """Whether groups with these oldest versions can all be trained in time from a step on."""
         config = self._config
-        versions = sorted(g.version for i, g in self._open.items() if i not in picked)
         return all(
-            count <= config.groups * (version + config.staleness - self.version)
-            for count, version in enumerate(versions, start=1)
+            count <= config.groups * (version + config.staleness - step + 1)
+            for count, version in enumerate(sorted(versions), start=1)
         )

@@ -15,13 +15,14 @@ from c2.rl.schedule import Group, Schedule, ScheduleConfig
 class Cluster:
     """A discrete-event simulation: rollouts with log-normal durations, a trainer, dying workers.
 
-    A rollout begins with the version of the moment and takes new weights in flight.
+    A rollout begins with the version of the moment and takes new weights in flight, which are
+    served some time after they were trained.
     """
 
-    def __init__(self, config, *, seed=0, sigma=1.0, step_s=1.0, dies=0.0):
+    def __init__(self, config, *, seed=0, sigma=1.0, step_s=1.0, dies=0.0, sync_s=0.1):
         self.schedule, self.config = Schedule(config), config
         self.rng = np.random.default_rng(seed)
-        self.sigma, self.step_s, self.dies = sigma, step_s, dies
+        self.sigma, self.step_s, self.dies, self.sync_s = sigma, step_s, dies, sync_s
         self.now, self.events, self.busy = 0.0, [], None
         self.length = {}  # of every rollout, whatever the attempt
         self.kept, self.staleness, self.trained = [], [], Counter()
@@ -34,17 +35,17 @@ class Cluster:
             picked = None if self.busy else self.schedule.batch()
             if picked is not None:
                 self.busy = picked
-                self.push(self.step_s, "step", picked)
+                self.push(self.step_s, "step", (picked,))
             assert self.events, "a deadlock: nothing runs and nothing can start"
             self.now, _, kind, value = heapq.heappop(self.events)
-            getattr(self, kind)(*value) if kind == "end" else self.step(value)
+            getattr(self, kind)(*value)
         self.schedule.check()
         return self
 
     def start(self, job):
         size = self.length.setdefault(job[:2], self.rng.lognormal(0, self.sigma))
         lives = self.rng.exponential(1 / self.dies) if self.dies else np.inf
-        self.push(min(size, lives), "end", (job, self.schedule.version, lives < size))
+        self.push(min(size, lives), "end", (job, self.schedule.served, lives < size))
 
     def push(self, after, kind, value):
         heapq.heappush(self.events, (self.now + after, len(self.events), kind, value))
@@ -62,8 +63,11 @@ class Cluster:
             self.staleness.append(self.schedule.version - min(versions))
             self.kept += lengths
             self.trained[group] += 1
-        self.schedule.trained(picked)
+        self.push(self.sync_s, "sync", (self.schedule.trained(picked),))
         self.busy = None
+
+    def sync(self, version):
+        self.schedule.served = version
 
 
 def distance(a, b):
@@ -119,10 +123,15 @@ def test_any_order_of_events_keeps_the_ledger(data):
     schedule, began, trained, ages = Schedule(config), {}, [], []
     for _ in range(200):
         for job in schedule.admit():
-            began[job] = schedule.version
+            began[job] = schedule.served
         schedule.check()
         picked = schedule.batch()
-        assert schedule.running or picked is not None  # else nothing would ever happen again
+        if schedule.served < schedule.version and (
+            draw(st.booleans()) or not (schedule.running or picked)
+        ):
+            schedule.served += 1
+            continue
+        assert schedule.running or picked  # else nothing would ever happen again
         if picked is not None and (not schedule.running or draw(st.booleans())):
             versions = [g.version for g in schedule.open if g.index in picked]
             ages += [schedule.version - version for version in versions]
@@ -151,6 +160,7 @@ def test_a_restart_goes_on_with_the_same_groups_in_the_same_bounds(seed, stalene
     rng = np.random.default_rng(seed)
     schedule, trained, ages = Schedule(config), [], []
     while not schedule.done:
+        schedule.served = schedule.version
         schedule.admit()
         picked = schedule.batch()
         if picked is not None:
@@ -189,6 +199,16 @@ def test_a_failure_that_is_nobodys_fault_leaves_no_row_and_a_group_of_one_is_voi
     schedule.check()
 
 
+def test_lock_step_begins_nothing_before_new_weights_are_served():
+    schedule = Schedule(ScheduleConfig(steps=2, groups=1, group=2, slots=9, staleness=0))
+    for job in schedule.admit():
+        schedule.scored(job, 0)
+    schedule.trained(schedule.batch())
+    assert not schedule.admit()
+    schedule.served = 1
+    assert [job.group for job in schedule.admit()] == [1, 1]
+
+
 def test_a_failed_rollout_is_tried_again_before_others_begin():
     schedule = Schedule(ScheduleConfig(steps=9, groups=1, group=2, slots=2, attempts=2))
     first, second = schedule.admit()
@@ -210,7 +230,7 @@ def test_the_oldest_groups_are_waited_for():
     for job in jobs[2:]:
         schedule.scored(job, 0)
     assert schedule.batch() == [1]  # group 0 is slow, and still has a step
-    schedule.trained([1])
+    schedule.served = schedule.trained([1])
     later = [job for job in schedule.admit() if job.group == 2]
     for job in later:
         schedule.scored(job, 1)

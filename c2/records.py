@@ -1,5 +1,6 @@
 """What the services of reinforcement learning tell each other: plain numpy records, no jax."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -55,3 +56,89 @@ class Generation:
     versions: np.ndarray
     temperatures: np.ndarray
     routes: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """What a rollout has cost: the quantities of the length penalty (report section 3).
+
+    Every token that the policy wrote is in one of the three kinds of its own.
+
+    Attributes:
+      thinking_tokens: of thoughts, of summaries, and of what is said before the final message.
+      call_tokens: of calls.
+      answer_tokens: of the answers to them.
+      final_tokens: of the final message.
+      calls: how many.
+      turns: how many, summaries not counted.
+    """
+
+    thinking_tokens: float = 0
+    call_tokens: float = 0
+    answer_tokens: float = 0
+    final_tokens: float = 0
+    calls: float = 0
+    turns: float = 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rollout:
+    """One attempt at a task: a chain of generations with one reward.
+
+    Attributes:
+      generations: the chain; a summary, or a prompt that leaves something out, begins a new link.
+      outcome: "scored" by the grader; "policy_failure", the policy prevented a score, which counts
+        as wrong; "infrastructure_failure", not its fault: no reward, no row, in no baseline.
+      stop: why it ended, see `c2.agent.harness.Session`.
+      correct: 0 to 1, what the grader says; NaN after a failure of the infrastructure.
+      reward: what advantages are made of: `correct` with rewards and penalties for the behaviour.
+      effort: what it has cost.
+      behaviours: what was seen of its behaviour, by name, whether or not it is rewarded.
+    """
+
+    generations: tuple[Generation, ...]
+    outcome: Literal["scored", "policy_failure", "infrastructure_failure"]
+    stop: str
+    correct: float
+    reward: float
+    effort: Effort
+    behaviours: Mapping[str, float]
+
+    @property
+    def failed(self) -> bool:
+        """Whether nothing can be learned from it."""
+        return self.outcome == "infrastructure_failure"
+
+    @property
+    def overlong(self) -> bool:
+        """Whether a budget of turns, tokens or time ended it, and not the policy."""
+        return self.stop in ("turns", "tokens", "context", "cut", "deadline")
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that the policy chose, each of them counted once."""
+        return sum(int(link.loss_mask.sum()) for link in self.generations)
+
+    @property
+    def oldest_version(self) -> int:
+        """Of the policies that its tokens were sampled from; `NO_VERSION` if there are none."""
+        versions = [link.versions[link.loss_mask] for link in self.generations]
+        return min((int(v.min()) for v in versions if v.size), default=NO_VERSION)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Group:
+    """All rollouts of one prompt.
+
+    Attributes:
+      task: id of the task.
+      rollouts: as many as were asked for; failures of the infrastructure may be left out.
+    """
+
+    task: str
+    rollouts: tuple[Rollout, ...]
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """f64 [rollout]; NaN where the infrastructure failed."""
+        return np.array([np.nan if r.failed else r.reward for r in self.rollouts], np.float64)

@@ -108,7 +108,7 @@ class LocalLauncher:
 
     async def start(self, name: str, make: Callable[[], Any]) -> LocalHandle:
         """As `c2.rl.calls.Launcher.start`."""
-        await self._end(name)
+        await self.stop(name)
         path = self._folder / name
         with contextlib.ExitStack() as stack:
             output = None
@@ -130,7 +130,7 @@ class LocalLauncher:
                         raise LostError(f"{name}: it ended with status {process.returncode}")
                     await asyncio.sleep(0.01)
         except TimeoutError:
-            await self._end(name)
+            await self.stop(name)
             raise LostError(f"{name}: it has not come up in {START_S:.0f} s") from None
         return handle
 
@@ -144,13 +144,8 @@ class LocalLauncher:
         """Process id of a service."""
         return self._processes[name].pid
 
-    async def close(self) -> None:
-        """As `c2.rl.calls.Launcher.close`."""
-        for name in list(self._processes):
-            await self._end(name)
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    async def _end(self, name: str) -> None:
+    async def stop(self, name: str) -> None:
+        """As `c2.rl.calls.Launcher.stop`; kills it if that takes long."""
         process = self._processes.pop(name, None)
         if process is not None:
             process.stdin.close()
@@ -161,6 +156,12 @@ class LocalLauncher:
                 process.kill()
                 await process.wait()
         (self._folder / name).unlink(missing_ok=True)
+
+    async def close(self) -> None:
+        """As `c2.rl.calls.Launcher.close`."""
+        for name in list(self._processes):
+            await self.stop(name)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def serve(path: str) -> None:

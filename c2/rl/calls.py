@@ -40,5 +40,8 @@ class Launcher(Protocol):
     async def died(self, name: str) -> str:
         """Waits until the service under this name dies by itself; returns what is known of it."""
 
+    async def stop(self, name: str) -> None:
+        """Lets a service end itself."""
+
     async def close(self) -> None:
         """Ends all services."""

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from c2.config import ConfigError
+from c2.records import NO_VERSION
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,7 @@ class Job(NamedTuple):
 
 
 @dataclass(eq=False)
-class Group:
+class OpenGroup:
     """An open group.
 
     Attributes:
@@ -106,7 +107,7 @@ class Schedule:
     def __init__(self, config: ScheduleConfig) -> None:
         self.version = self.served = 0
         self._config = config
-        self._open: dict[int, Group] = {}
+        self._open: dict[int, OpenGroup] = {}
         self._complete: set[int] = set()
         self._waiting: deque[Job] = deque()
         self._running: dict[tuple[int, int], Job] = {}
@@ -119,7 +120,7 @@ class Schedule:
         return self.version == self._config.steps
 
     @property
-    def open(self) -> list[Group]:
+    def open(self) -> list[OpenGroup]:
         """Groups that have begun and are neither trained nor void."""
         return list(self._open.values())
 
@@ -127,6 +128,11 @@ class Schedule:
     def running(self) -> list[Job]:
         """Rollouts that run."""
         return list(self._running.values())
+
+    @property
+    def voids_in_a_row(self) -> int:
+        """How many groups have become void since the last one that became complete."""
+        return self._counts["void_in_a_row"]
 
     def admit(self) -> list[Job]:
         """Rollouts to start now; those of older groups come first.
@@ -145,8 +151,14 @@ class Schedule:
         return jobs
 
     def scored(self, job: Job, oldest: int) -> None:
-        """A rollout has come to a score; ``oldest`` is the oldest version of its tokens."""
+        """A rollout has come to a score.
+
+        Args:
+          job: the rollout.
+          oldest: the oldest version of its tokens; `NO_VERSION` if it has none.
+        """
         group = self._left(job)
+        oldest = self.version if oldest == NO_VERSION else oldest
         if not group.version <= oldest <= self.version:
             raise ValueError(f"{job}: version {oldest}; legal: {group.version} to {self.version}")
         group.scored[job.sample] = oldest
@@ -187,7 +199,7 @@ class Schedule:
         self.version += 1
         return self.version
 
-    def restore(self, version: int, begun: int, groups: Iterable[Group]) -> None:
+    def restore(self, version: int, begun: int, groups: Iterable[OpenGroup]) -> None:
         """Goes on where an earlier process stopped, with nothing running.
 
         Args:
@@ -201,9 +213,9 @@ class Schedule:
         for group in sorted(groups, key=lambda group: group.index):
             known = {*group.scored, *group.lost}
             new = [i for i in range(self._config.group) if i not in known]
-            oldest = min([*group.scored.values(), *([version] if new else [])], default=version)
+            scored = {s: version if v == NO_VERSION else v for s, v in group.scored.items()}
+            group.scored, group.version = scored, min([version, *scored.values()])
             self._open[group.index] = group
-            group.version = oldest
             self._waiting += [Job(group.index, i, 1) for i in new]
             # what the earlier process had counted
             self._counts.update(
@@ -215,7 +227,7 @@ class Schedule:
 
     def metrics(self) -> dict[str, int]:
         """Counts since the start, and how things stand."""
-        names = ("started", "scored", "failed", "lost", "trained", "void", "void_in_a_row")
+        names = ("started", "scored", "failed", "lost", "trained", "void")
         return {name: self._counts[name] for name in (*names, "max_staleness")} | {
             "begun": self._next,
             "open": len(self._open),
@@ -241,18 +253,18 @@ class Schedule:
         versions = [*(group.version for group in self._open.values()), self.served]
         if len(versions) > steps_left * config.groups or not self._in_time(versions, self.version):
             return False
-        self._open[self._next] = Group(self._next, self.served)
+        self._open[self._next] = OpenGroup(self._next, self.served)
         self._waiting += [Job(self._next, i, 1) for i in range(config.group)]
         self._next += 1
         return True
 
-    def _left(self, job: Job) -> Group:
+    def _left(self, job: Job) -> OpenGroup:
         if self._running.get((job.group, job.sample)) != job:
             raise ValueError(f"{job}: it does not run")
         del self._running[job.group, job.sample]
         return self._open[job.group]
 
-    def _settle(self, group: Group) -> None:
+    def _settle(self, group: OpenGroup) -> None:
         if not group.ended(self._config.group):
             return
         if len(group.scored) < self._config.least:

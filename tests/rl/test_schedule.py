@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from c2.config import ConfigError
-from c2.rl.schedule import Group, Schedule, ScheduleConfig
+from c2.records import NO_VERSION
+from c2.rl.schedule import OpenGroup, Schedule, ScheduleConfig
 
 
 class Cluster:
@@ -171,7 +172,7 @@ def test_a_restart_goes_on_with_the_same_groups_in_the_same_bounds(seed, stalene
             job = schedule.running[rng.integers(len(schedule.running))]
             schedule.scored(job, schedule.version)
         if rng.random() < 0.1:
-            saved = [Group(g.index, 0, dict(g.scored), set(g.lost)) for g in schedule.open]
+            saved = [OpenGroup(g.index, 0, dict(g.scored), set(g.lost)) for g in schedule.open]
             version, begun = schedule.version, schedule.metrics()["begun"]
             schedule = Schedule(config)
             schedule.restore(version, begun, saved)
@@ -197,6 +198,14 @@ def test_a_failure_that_is_nobodys_fault_leaves_no_row_and_a_group_of_one_is_voi
     assert schedule.done and not schedule.admit()
     assert schedule.metrics()["trained"] == 2
     schedule.check()
+
+
+def test_a_rollout_without_a_token_is_of_no_age():
+    schedule = Schedule(ScheduleConfig(steps=9, groups=1, group=2, slots=9, staleness=0))
+    first, second = schedule.admit()
+    schedule.scored(first, NO_VERSION)
+    schedule.scored(second, 0)
+    assert schedule.batch() == [0]
 
 
 def test_lock_step_begins_nothing_before_new_weights_are_served():

@@ -1,0 +1,266 @@
+"""A cluster that computes nothing: for tests of the controller, and to measure it alone.
+
+Services take as long as they are told, or a few turns of the event loop. What survives a process
+is in `Cluster`; `InProcess` launches services inside this process and kills them on demand.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from c2.records import NO_VERSION, Effort, Generation, Group, Rollout
+from c2.rl.calls import Handle, LostError
+
+PROMPT = 4  # tokens of a rollout that nobody sampled
+
+
+def rollout(prompt: str, sample: int, versions: Sequence[int]) -> Rollout:
+    """A rollout that is a function of what it is a rollout of.
+
+    Args:
+      prompt: its task.
+      sample: which of the task's.
+      versions: policy versions that sampled it, in order; equal shares of its tokens.
+    """
+    digest = hashlib.sha256(f"{prompt}/{sample}/{versions[0]}".encode()).digest()
+    tokens = np.frombuffer(digest, np.uint8).astype(np.int32)
+    size = len(tokens)
+    sampled = np.arange(size) >= PROMPT
+    by_token = np.asarray(versions)[np.arange(size) * len(versions) // size]
+    link = Generation(
+        tokens=tokens,
+        loss_mask=sampled,
+        log_probs=np.where(sampled, -1, 0).astype(np.float32),
+        versions=np.where(sampled, by_token, NO_VERSION).astype(np.int32),
+        temperatures=np.ones(size, np.float32),
+        routes=np.zeros((size, 1, 2), np.int16),
+    )
+    reward = float(tokens[0] % 2)
+    return Rollout(
+        generations=(link,), outcome="scored", stop="done", correct=reward, reward=reward,
+        effort=Effort(turns=1), behaviours={},
+    )  # fmt: skip
+
+
+class Cluster:
+    """What survives processes.
+
+    Args:
+      seed: of all that is random.
+      checkpoint_every: steps between two checkpoints of training.
+      fails: how often the infrastructure fails a rollout, 0 to 1.
+      rollout_s: seconds of a rollout, from a random number generator; None takes no time.
+      step_s: seconds of a step.
+
+    Attributes:
+      checkpoint: steps done, and a chain of hashes in the place of weights.
+      published: newest version in the store of weights, -1 for none.
+      pinned: versions that evaluation has kept.
+      trained: (step, task) of all that was trained, repeated steps included.
+      started: rollouts that were started.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        checkpoint_every: int = 1,
+        fails: float = 0.0,
+        rollout_s: Callable[[random.Random], float] | None = None,
+        step_s: float = 0.0,
+    ) -> None:
+        self.random = random.Random(seed)
+        self.checkpoint_every, self.fails = checkpoint_every, fails
+        self.rollout_s, self.step_s = rollout_s, step_s
+        self.checkpoint = (0, b"")
+        self.published = -1
+        self.pinned: set[int] = set()
+        self.trained: list[tuple[int, str]] = []
+        self.started = 0
+
+    async def pause(self) -> None:
+        """Lets others go first, sometimes."""
+        for _ in range(self.random.randrange(4)):
+            await asyncio.sleep(0)
+
+
+class _Service:
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+
+    async def ping(self) -> None:
+        """Is alive."""
+
+
+class Training(_Service):
+    """Hashes what it is given."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(cluster)
+        self.steps, self.weights = cluster.checkpoint
+
+    async def position(self) -> int:
+        """Steps done."""
+        return self.steps
+
+    async def step(self, number: int, data: Sequence[Group]) -> dict[str, float]:
+        """Trains on groups."""
+        if number != self.steps:
+            raise ValueError(f"step {number} after {self.steps}")
+        cluster = self.cluster
+        await asyncio.sleep(cluster.step_s)
+        digest = hashlib.sha256(self.weights)
+        ages = [0]
+        for group in data:
+            cluster.trained.append((number, group.task))
+            for each in group.rollouts:
+                ages.append(number - each.oldest_version)
+                digest.update(each.generations[0].tokens.tobytes())
+        self.steps, self.weights = number + 1, digest.digest()
+        if self.steps % cluster.checkpoint_every == 0:
+            cluster.checkpoint = (self.steps, self.weights)
+        return {"staleness": max(ages)}
+
+    async def publish(self) -> None:
+        """Writes the newest weights to the store."""
+        await self.cluster.pause()
+        self.cluster.published = max(self.steps, self.cluster.published)
+
+
+class Inference(_Service):
+    """Knows which version it serves."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(cluster)
+        self.version = max(cluster.published, 0)
+
+    async def load(self, version: int) -> dict[str, float]:
+        """Serves a version."""
+        await self.cluster.pause()
+        if version > self.cluster.published:
+            raise ValueError(f"version {version} is not in the store")
+        self.version = max(version, self.version)
+        return {}
+
+    async def serving(self) -> int:
+        """The version."""
+        return self.version
+
+
+class Environments(_Service):
+    """Asks twice which version is served: before and after the time that a rollout takes."""
+
+    def __init__(self, cluster: Cluster, inference: Handle) -> None:
+        super().__init__(cluster)
+        self.inference = inference
+
+    async def rollout(self, prompt: str, sample: int) -> Rollout:
+        """A rollout."""
+        cluster = self.cluster
+        cluster.started += 1
+        first = await self._version()
+        if cluster.rollout_s is None:
+            await cluster.pause()
+        else:
+            await asyncio.sleep(cluster.rollout_s(cluster.random))
+        done = rollout(prompt, sample, (first, await self._version()))
+        if cluster.random.random() >= cluster.fails:
+            return done
+        fields = {**vars(done), "outcome": "infrastructure_failure", "reward": float("nan")}
+        return Rollout(**fields)
+
+    async def _version(self) -> int:
+        while True:
+            with contextlib.suppress(LostError):  # it is being started again
+                return await self.inference.call("serving")
+            await asyncio.sleep(0)
+
+
+class Evaluation(_Service):
+    """Says which version it has been given."""
+
+    async def pin(self, version: int) -> None:
+        """Keeps the newest version."""
+        await self.cluster.pause()
+        if version != self.cluster.published:
+            raise ValueError(f"version {version} is not the newest any more")
+        self.cluster.pinned.add(version)
+
+    async def evaluate(self, version: int) -> dict[str, float]:
+        """Measures a version that was pinned."""
+        await self.cluster.pause()
+        if version not in self.cluster.pinned:
+            raise ValueError(f"version {version} was not pinned")
+        return {"measured": float(version)}
+
+
+class InProcess:
+    """A `c2.rl.calls.Launcher` of objects in this process.
+
+    Attributes:
+      services: those that live, by name.
+    """
+
+    def __init__(self) -> None:
+        self.services: dict[str, Any] = {}
+        self._calls: dict[str, set[asyncio.Future]] = {}
+        self._deaths: dict[str, asyncio.Event] = {}
+
+    async def start(self, name: str, make: Callable[[], Any]) -> "InProcessHandle":
+        """As `c2.rl.calls.Launcher.start`."""
+        await self.stop(name)
+        await asyncio.sleep(0)
+        self._deaths[name] = asyncio.Event()
+        self.services[name] = make()
+        return InProcessHandle(self, name)
+
+    async def died(self, name: str) -> str:
+        """As `c2.rl.calls.Launcher.died`."""
+        await self._deaths[name].wait()
+        return f"{name}: killed"
+
+    async def stop(self, name: str) -> None:
+        """As `c2.rl.calls.Launcher.stop`."""
+        self.kill(name)
+
+    async def close(self) -> None:
+        """As `c2.rl.calls.Launcher.close`."""
+        for name in list(self.services):
+            self.kill(name)
+
+    def kill(self, name: str) -> None:
+        """Lets a service die, with all calls to it."""
+        if self.services.pop(name, None) is not None:
+            for call in list(self._calls.get(name, ())):
+                call.cancel()
+            self._deaths[name].set()
+
+
+class InProcessHandle:
+    """A `c2.rl.calls.Handle` of such an object."""
+
+    def __init__(self, launcher: InProcess, name: str) -> None:
+        self._launcher, self._name = launcher, name
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """As `c2.rl.calls.Handle.call`."""
+        service = self._launcher.services.get(self._name)
+        if service is None:
+            raise LostError(self._name)
+        call = asyncio.ensure_future(getattr(service, method)(*args))
+        calls = self._launcher._calls.setdefault(self._name, set())
+        calls.add(call)
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            if call.cancelled():  # the service died, not the caller
+                raise LostError(f"{self._name}: it died during a call") from None
+            call.cancel()
+            raise
+        finally:
+            calls.discard(call)

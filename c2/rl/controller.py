@@ -12,7 +12,7 @@ What it calls, all of it asynchronous:
                    step(number, data) -> metrics; publish() returns when the newest weights are out
     inference      load(version) -> metrics, once it serves this version
     evaluation     pin(version) keeps it for evaluate(version) -> metrics, whoever dies meanwhile
-    all            ping()
+    all            ping() -> process id
 
 After a death. A rollout whose environment died runs again, by the schedule's rule. Training comes
 back at its newest checkpoint and repeats the steps since then on the groups of the journal.

@@ -7,8 +7,12 @@ is in `Cluster`; `InProcess` launches services inside this process and kills the
 import asyncio
 import contextlib
 import hashlib
+import json
+import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,54 +51,80 @@ def rollout(prompt: str, sample: int, versions: Sequence[int]) -> Rollout:
     )  # fmt: skip
 
 
-class Cluster:
-    """What survives processes.
+class Folder(MutableMapping[str, Any]):
+    """Values of JSON in files, each written whole or not at all."""
 
-    Args:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return json.loads((self._path / name).read_bytes())
+        except FileNotFoundError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        temporary = self._path / f".{name}.{os.getpid()}"
+        temporary.write_text(json.dumps(value))
+        temporary.rename(self._path / name)
+
+    def __delitem__(self, name: str) -> None:
+        (self._path / name).unlink()
+
+    def __iter__(self) -> Iterator[str]:
+        return (path.name for path in self._path.iterdir() if not path.name.startswith("."))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+@dataclass(kw_only=True)
+class Cluster:
+    """How services behave, and what survives their processes. Can be pickled.
+
+    Attributes:
       seed: of all that is random.
       checkpoint_every: steps between two checkpoints of training.
       fails: how often the infrastructure fails a rollout, 0 to 1.
-      rollout_s: seconds of a rollout, from a random number generator; None takes no time.
+      rollout_s: median seconds of a rollout, log-normally distributed; 0 takes no time.
+      sigma: standard deviation of the logarithm.
       step_s: seconds of a step.
-
-    Attributes:
-      checkpoint: steps done, and a chain of hashes in the place of weights.
-      published: newest version in the store of weights, -1 for none.
-      pinned: versions that evaluation has kept.
-      trained: (step, task) of all that was trained, repeated steps included.
-      started: rollouts that were started.
+      store: what survives: ``checkpoint`` [steps, weights], where weights are a chain of hashes;
+        ``published``, the newest version in the store of weights; ``pinned-VERSION``; and
+        ``trained-STEP``, the tasks of a step. A `Folder` for services in several processes.
+      started: rollouts that were started in this process.
     """
 
-    def __init__(
-        self,
-        *,
-        seed: int = 0,
-        checkpoint_every: int = 1,
-        fails: float = 0.0,
-        rollout_s: Callable[[random.Random], float] | None = None,
-        step_s: float = 0.0,
-    ) -> None:
-        self.random = random.Random(seed)
-        self.checkpoint_every, self.fails = checkpoint_every, fails
-        self.rollout_s, self.step_s = rollout_s, step_s
-        self.checkpoint = (0, b"")
-        self.published = -1
-        self.pinned: set[int] = set()
-        self.trained: list[tuple[int, str]] = []
-        self.started = 0
+    seed: int = 0
+    checkpoint_every: int = 1
+    fails: float = 0.0
+    rollout_s: float = 0.0
+    sigma: float = 1.0
+    step_s: float = 0.0
+    store: MutableMapping[str, Any] = field(default_factory=dict)
+    started: int = 0
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
 
     async def pause(self) -> None:
         """Lets others go first, sometimes."""
         for _ in range(self.random.randrange(4)):
             await asyncio.sleep(0)
 
+    def trained(self) -> list[str]:
+        """The tasks that were trained."""
+        steps = [name for name in self.store if name.startswith("trained-")]
+        return [task for step in steps for task in self.store[step]]
+
 
 class _Service:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
 
-    async def ping(self) -> None:
-        """Is alive."""
+    async def ping(self) -> int:
+        """Is alive; its process id."""
+        return os.getpid()
 
 
 class Training(_Service):
@@ -102,7 +132,7 @@ class Training(_Service):
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
-        self.steps, self.weights = cluster.checkpoint
+        self.steps, self.weights = cluster.store.get("checkpoint", (0, ""))
 
     async def position(self) -> int:
         """Steps done."""
@@ -112,24 +142,27 @@ class Training(_Service):
         """Trains on groups."""
         if number != self.steps:
             raise ValueError(f"step {number} after {self.steps}")
-        cluster = self.cluster
+        cluster, store = self.cluster, self.cluster.store
         await asyncio.sleep(cluster.step_s)
-        digest = hashlib.sha256(self.weights)
+        digest = hashlib.sha256(self.weights.encode())
         ages = [0]
-        for group in data:
-            cluster.trained.append((number, group.task))
-            for each in group.rollouts:
-                ages.append(number - each.oldest_version)
-                digest.update(each.generations[0].tokens.tobytes())
-        self.steps, self.weights = number + 1, digest.digest()
+        for each in (each for group in data for each in group.rollouts):
+            ages.append(number - each.oldest_version)
+            digest.update(each.generations[0].tokens.tobytes())
+        tasks = [group.task for group in data]
+        if store.get(f"trained-{number}", tasks) != tasks:
+            raise ValueError(f"step {number} is repeated with other tasks")
+        store[f"trained-{number}"] = tasks
+        self.steps, self.weights = number + 1, digest.hexdigest()
         if self.steps % cluster.checkpoint_every == 0:
-            cluster.checkpoint = (self.steps, self.weights)
+            store["checkpoint"] = [self.steps, self.weights]
         return {"staleness": max(ages)}
 
     async def publish(self) -> None:
         """Writes the newest weights to the store."""
         await self.cluster.pause()
-        self.cluster.published = max(self.steps, self.cluster.published)
+        store = self.cluster.store
+        store["published"] = max(self.steps, store.get("published", 0))
 
 
 class Inference(_Service):
@@ -137,12 +170,12 @@ class Inference(_Service):
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
-        self.version = max(cluster.published, 0)
+        self.version = cluster.store.get("published", 0)
 
     async def load(self, version: int) -> dict[str, float]:
         """Serves a version."""
         await self.cluster.pause()
-        if version > self.cluster.published:
+        if version > self.cluster.store["published"]:
             raise ValueError(f"version {version} is not in the store")
         self.version = max(version, self.version)
         return {}
@@ -164,10 +197,10 @@ class Environments(_Service):
         cluster = self.cluster
         cluster.started += 1
         first = await self._version()
-        if cluster.rollout_s is None:
-            await cluster.pause()
+        if cluster.rollout_s:
+            await asyncio.sleep(cluster.rollout_s * cluster.random.lognormvariate(0, cluster.sigma))
         else:
-            await asyncio.sleep(cluster.rollout_s(cluster.random))
+            await cluster.pause()
         done = rollout(prompt, sample, (first, await self._version()))
         if cluster.random.random() >= cluster.fails:
             return done
@@ -176,9 +209,9 @@ class Environments(_Service):
 
     async def _version(self) -> int:
         while True:
-            with contextlib.suppress(LostError):  # it is being started again
+            with contextlib.suppress(LostError):
                 return await self.inference.call("serving")
-            await asyncio.sleep(0)
+            await asyncio.sleep(self.cluster.rollout_s)  # it is being started again
 
 
 class Evaluation(_Service):
@@ -187,14 +220,14 @@ class Evaluation(_Service):
     async def pin(self, version: int) -> None:
         """Keeps the newest version."""
         await self.cluster.pause()
-        if version != self.cluster.published:
+        if version != self.cluster.store["published"]:
             raise ValueError(f"version {version} is not the newest any more")
-        self.cluster.pinned.add(version)
+        self.cluster.store[f"pinned-{version}"] = True
 
     async def evaluate(self, version: int) -> dict[str, float]:
         """Measures a version that was pinned."""
         await self.cluster.pause()
-        if version not in self.cluster.pinned:
+        if f"pinned-{version}" not in self.cluster.store:
             raise ValueError(f"version {version} was not pinned")
         return {"measured": float(version)}
 

@@ -98,7 +98,7 @@ def loss(
       the module's, and ``mtp_loss``, the module's without its weight; ``expert_load`` [moe_layer,
       expert] and, for the module, ``mtp_expert_load`` [1, expert].
     """
-    params = _outside_layers(params, cfg, functions.unshard)
+    params = outside_layers(params, cfg, functions.unshard)
     out = models.trunk(
         params,
         batch["tokens"],
@@ -173,7 +173,7 @@ def _following(batch: Batch) -> Callable[[jax.Array], jax.Array]:
     return mtp.following
 
 
-def _outside_layers(params: Params, cfg: ModelConfig, unshard: Callable) -> Params:
+def outside_layers(params: Params, cfg: ModelConfig, unshard: Callable) -> Params:
     """Makes whole what is not part of a layer; layers do that for themselves."""
 
     def without_layers(tree: Params) -> Params:

@@ -72,6 +72,77 @@ def _imbalance(load: jax.Array) -> jax.Array:
     return (load.max(-1, initial=0.0) / jnp.maximum(load.mean(-1), 1.0)).max(initial=1.0)
 
 
+def make_gradients(
+    loss: Callable[..., tuple[jax.Array, Any]],
+    cfg: models.ModelConfig,
+    mesh: Mesh,
+    layout: MeshConfig,
+    module: MTPConfig | None = None,
+    *,
+    micro_batches: int = 1,
+) -> Callable[[Any, models.Params, Batch], tuple[tuple[jax.Array, Any], Any]]:
+    """Builds the gradients of a loss over a mesh.
+
+    Args:
+      loss: ``(params, batch, functions=...) -> (sum, sums)`` over the tokens that it is given.
+      cfg: model configuration.
+      mesh: as for `make_train_step`, and so ``layout`` and ``micro_batches``.
+      layout: what lies where.
+      module: decides what is trained, see `trained_part`.
+      micro_batches: gradient accumulation steps.
+
+    Returns:
+      ``(trained_part, params, batch) -> ((sum, sums), gradients)`` over all devices, to be jitted.
+    """
+    partitions = sharding.partitions(cfg, mesh, layout)
+    trained_partitions = trained_part(partitions, module)
+    functions = sharding.functions(cfg, mesh, layout)
+
+    def gradients(trained, params, batch):
+        def loss_fn(part, batch):
+            return loss(put(params, part), batch, functions=functions)
+
+        sums, grads = summed_gradients(loss_fn, trained, batch, micro_batches)
+        return jax.lax.psum(sums, AXES), sum_gradients(grads, trained_partitions)
+
+    # One manual region: every exchange between devices is one that the code names. Each device
+    # differentiates the sum over its own tokens (check_vma off), and what it adds to the gradients
+    # of others comes to them through the transposed exchanges.
+    return jax.shard_map(
+        gradients,
+        mesh=mesh,
+        in_specs=(trained_partitions, partitions, BATCH),
+        out_specs=(PartitionSpec(), trained_partitions),
+        check_vma=False,
+    )
+
+
+def state_shardings(
+    cfg: models.ModelConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    layout: MeshConfig,
+) -> TrainState:
+    """Where a state lies."""
+    state = sharding.abstract_state(cfg, optimizer, mesh, layout)
+    return jax.tree.map(lambda leaf: leaf.sharding, state)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The same on all devices."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def compiler_options(mesh: Mesh) -> dict[str, Any]:
+    """What XLA is told about programs on a mesh."""
+    platform = mesh.devices.flat[0].platform
+    options = dict(OVERLAP.get(platform, {})) if mesh.size > 1 else {}
+    if platform == "cpu" and mesh.size > 1:
+        # the devices of a mesh are the cores: threads inside operations would only compete
+        options["xla_cpu_multi_thread_eigen"] = False
+    return options
+
+
 def make_train_step(
     cfg: models.ModelConfig,
     optimizer: optax.GradientTransformation,
@@ -108,42 +179,14 @@ def make_train_step(
     if module is not None and cfg.mtp != 1:
         raise ConfigError(f"mtp: {cfg.mtp} modules cannot be trained; legal: 1")
 
-    partitions = sharding.partitions(cfg, mesh, layout)
-    trained_partitions = trained_part(partitions, module)
-    functions = sharding.functions(cfg, mesh, layout)
-
-    def gradients(trained, params, batch):
-        def loss_fn(part, batch):
-            return objective.loss(put(params, part), batch, cfg, module, functions)
-
-        sums, grads = summed_gradients(loss_fn, trained, batch, micro_batches)
-        return jax.lax.psum(sums, AXES), sum_gradients(grads, trained_partitions)
-
-    # One manual region: every exchange between devices is one that the code names. Each device
-    # differentiates the sum over its own tokens (check_vma off), and what it adds to the gradients
-    # of others comes to them through the transposed exchanges.
-    gradients = jax.shard_map(
-        gradients,
-        mesh=mesh,
-        in_specs=(trained_partitions, partitions, BATCH),
-        out_specs=(PartitionSpec(), trained_partitions),
-        check_vma=False,
-    )
-    state_shardings = jax.tree.map(
-        lambda leaf: leaf.sharding, sharding.abstract_state(cfg, optimizer, mesh, layout)
-    )
-
-    platform = mesh.devices.flat[0].platform
-    options = dict(OVERLAP.get(platform, {})) if mesh.size > 1 else {}
-    if platform == "cpu" and mesh.size > 1:
-        # the devices of a mesh are the cores: threads inside operations would only compete
-        options["xla_cpu_multi_thread_eigen"] = False
+    loss = partial(objective.loss, cfg=cfg, module=module)
+    gradients = make_gradients(loss, cfg, mesh, layout, module, micro_batches=micro_batches)
 
     @partial(
         jax.jit,
         donate_argnums=0,
-        out_shardings=(state_shardings, NamedSharding(mesh, PartitionSpec())),
-        compiler_options=options,
+        out_shardings=(state_shardings(cfg, optimizer, mesh, layout), replicated(mesh)),
+        compiler_options=compiler_options(mesh),
     )
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         targets = batch["loss_mask"].sum()

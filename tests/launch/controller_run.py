@@ -79,8 +79,9 @@ async def write_pids(controller, path):
                 pids[name] = await handle.call("ping")
             except LostError:
                 continue
-        path.with_suffix(".new").write_text(json.dumps(pids))
-        path.with_suffix(".new").rename(path)
+        if len(pids) > 1:  # else the controller would always be killed first
+            path.with_suffix(".new").write_text(json.dumps(pids))
+            path.with_suffix(".new").rename(path)
         await asyncio.sleep(0.05)
 
 

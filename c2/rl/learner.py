@@ -1,0 +1,143 @@
+"""A step of reinforcement learning on a mesh, piece by piece.
+
+The rows of a step are packed into batches of one shape, so however many there are, each program is
+compiled once. Gradients are sums over tokens; `apply` divides them by a denominator that was fixed
+before (`c2.rl.credit`), so it does not matter which batch a row is in.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from c2 import models
+from c2.losses.config import PolicyGradientConfig
+from c2.losses.policy_gradient import linear_log_probs, policy_gradient
+from c2.models import ModelConfig, Params, moe
+from c2.parallel.mesh import BATCH, TOKENS, MeshConfig
+from c2.rl.replay import ReplayConfig
+from c2.training import sharding
+from c2.training.objective import Batch, Functions, outside_layers, put, trained_part
+from c2.training.state import TrainState
+from c2.training.step import compiler_options, make_gradients, replicated, state_shardings
+
+Total = Any  # ((loss, sums), gradients) so far
+
+
+class Learner(NamedTuple):
+    """Compiled programs; batches are those of `c2.training.sharding.place_batch`.
+
+    Attributes:
+      zero: ``(params, batch) -> total``, of no tokens, whatever the batch.
+      add: ``(total, params, batch) -> total`` with one more batch; the given total is donated.
+      apply: ``(state, total, denominator) -> (state, metrics)``; the state is donated.
+      log_probs: ``(params, batch) -> f32 [row, token]``, of the targets.
+    """
+
+    zero: Callable[[Params, Batch], Total]
+    add: Callable[[Total, Params, Batch], Total]
+    apply: Callable[[TrainState, Total, float], tuple[TrainState, dict[str, jax.Array]]]
+    log_probs: Callable[[Params, Batch], jax.Array]
+
+
+def make_learner(
+    cfg: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    layout: MeshConfig,
+    config: PolicyGradientConfig,
+    replay: ReplayConfig,
+) -> Learner:
+    """Builds the programs.
+
+    A prediction module is left alone. Metrics of `apply`, means over trained tokens unless said:
+    those of `c2.losses.policy_gradient.policy_gradient`, ``entropy`` in nats, ``tokens`` (how
+    many), ``loss``, ``grad_norm`` before clipping, and the shares ``routes_missing`` of all rows
+    of routes and ``routes_replaced`` of the replayed experts.
+
+    Args:
+      cfg: model configuration.
+      optimizer: gradient transformation, of the parameters without prediction modules.
+      mesh: from `c2.parallel.mesh.make`, for ``layout``.
+      layout: what lies where.
+      config: the objective.
+      replay: of the routes that were sampled with.
+    """
+    experts = replay.experts(sharding.functions(cfg, mesh, layout).experts)
+
+    def forward(params: Params, batch: Batch, functions: Functions):
+        params = outside_layers(params, cfg, functions.unshard)
+        out = models.trunk(
+            params, batch["tokens"], cfg, positions=batch["positions"],
+            segment_ids=batch["segment_ids"], routes=batch["routes"] if cfg.moe_layers else None,
+            attention=functions.attention, experts=experts, unshard=functions.unshard,
+        )  # fmt: skip
+        head = models.head(params)
+        return linear_log_probs(out.hidden, head, batch["targets"], batch["temperatures"]), out
+
+    def loss(params: Params, batch: Batch, functions: Functions):
+        (log_probs, entropy), out = forward(params, batch, functions)
+        total, sums = policy_gradient(log_probs, batch, config, axes=TOKENS)
+        sums["entropy"] = jnp.where(batch["weights"] > 0, entropy, 0).sum()
+        if cfg.moe_layers:
+            sums |= moe.replay_counts(batch["routes"], out.routes, cfg.moe.experts)
+        return total, sums
+
+    gradients = make_gradients(loss, cfg, mesh, layout)
+    partitions = trained_part(sharding.partitions(cfg, mesh, layout), None)
+    options = compiler_options(mesh)
+    where = jax.tree.map(lambda partition: NamedSharding(mesh, partition), partitions)
+    of_total = (replicated(mesh), where)
+
+    @partial(jax.jit, donate_argnums=0, out_shardings=of_total, compiler_options=options)
+    def add(total: Total, params: Params, batch: Batch) -> Total:
+        return jax.tree.map(jnp.add, total, gradients(trained_part(params, None), params, batch))
+
+    @partial(jax.jit, out_shardings=of_total)
+    def zero(params: Params, batch: Batch) -> Total:
+        shapes = jax.eval_shape(gradients, trained_part(params, None), params, batch)
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+    @partial(
+        jax.jit,
+        donate_argnums=0,
+        out_shardings=(state_shardings(cfg, optimizer, mesh, layout), replicated(mesh)),
+    )
+    def apply(state: TrainState, total: Total, denominator: float):
+        (loss, sums), grads = total
+        grads = jax.tree.map(lambda g: g / denominator, grads)
+        part = trained_part(state.params, None)
+        updates, opt_state = optimizer.update(grads, state.opt_state, part)
+        params = put(state.params, optax.apply_updates(part, updates))
+        metrics = _means(sums, cfg)
+        metrics |= {"loss": loss / denominator, "grad_norm": optax.tree.norm(grads)}
+        return TrainState(state.step + 1, params, opt_state), metrics
+
+    @partial(jax.jit, compiler_options=options)
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(sharding.partitions(cfg, mesh, layout), BATCH),
+        out_specs=BATCH,
+        check_vma=False,
+    )
+    def log_probs(params: Params, batch: Batch) -> jax.Array:
+        return forward(params, batch, sharding.functions(cfg, mesh, layout))[0][0]
+
+    return Learner(zero, add, apply, log_probs)
+
+
+def _means(sums: dict[str, jax.Array], cfg: ModelConfig) -> dict[str, jax.Array]:
+    sums = dict(sums)
+    tokens = sums.pop("tokens")
+    metrics = {"tokens": tokens}
+    if cfg.moe_layers:
+        rows, missing, replaced = (sums.pop(name) for name in ("routes", "missing", "replaced"))
+        experts = (rows - missing) * cfg.moe.top_k
+        metrics["routes_missing"] = missing / jnp.maximum(rows, 1)
+        metrics["routes_replaced"] = replaced / jnp.maximum(experts, 1)
+    return metrics | {name: x / jnp.maximum(tokens, 1) for name, x in sums.items()}

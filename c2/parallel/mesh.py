@@ -100,6 +100,30 @@ def make(cfg: MeshConfig, devices: list | None = None) -> Mesh:
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def choose(rows: int, cfg: MeshConfig) -> Mesh:
+    """A mesh of as many of the devices present as the layout and a micro-batch's rows allow.
+
+    Raises:
+      ConfigError: if no number of devices is possible or, of several processes, some would have
+        nothing to do.
+    """
+    devices = jax.devices()
+    for number in range(len(devices), 0, -1):
+        try:
+            lengths = shape(cfg, number)
+        except ConfigError:
+            continue
+        if rows % (lengths[0] * lengths[1]) == 0 and (
+            number == len(devices) or jax.process_count() == 1
+        ):
+            return make(cfg, devices[:number])
+    raise ConfigError(
+        f"mesh: context = {cfg.context} and expert = {cfg.expert} do not go with "
+        f"{len(devices)} devices and micro-batches of {rows} rows; legal: data-parallel ranks "
+        "(devices / context) that divide the rows, multiples of expert / gcd(expert, context)"
+    )
+
+
 def data_mesh(devices: int | None = None) -> Mesh:
     """A mesh of the first ``devices`` devices, all by default, that split the rows of a batch."""
     chosen = jax.devices()[:devices]

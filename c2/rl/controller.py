@@ -11,7 +11,8 @@ What it calls, all of it asynchronous:
     training       position() -> steps done, at first those of its newest checkpoint;
                    step(number, data) -> metrics; publish() returns when the newest weights are out
     inference      load(version) -> metrics, once it serves this version
-    evaluation     pin(version) keeps it for evaluate(version) -> metrics, whoever dies meanwhile
+    evaluation     pin(version) keeps it for evaluate(version) -> scores, whoever dies meanwhile,
+                   until forget(version)
     all            ping() -> process id
 
 After a death. A rollout whose environment died runs again, by the schedule's rule. Training comes
@@ -302,7 +303,8 @@ class Controller:
     async def _evaluate(self, version: int) -> None:
         found = await self._insist(EVALUATION, "evaluate", version)
         self._journal.evaluated(version, found)
-        self._observe("evaluation", {"version": version, **found})
+        self._observe("evaluation", {"version": version, "found": found})
+        await self._insist(EVALUATION, "forget", version)
 
     async def _insist(self, name: str, method: str, *args: Any) -> Any:
         """Calls a service, again if it dies during the call."""

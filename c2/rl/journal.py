@@ -47,7 +47,7 @@ class Journal:
         """
         self.prompts: list[str] = []
         self.batches: list[list[int]] = []
-        self.evaluations: dict[int, dict[str, float]] = {}
+        self.evaluations: dict[int, Any] = {}
         # of the rollouts of every group, by sample: where they are; None for lost ones
         self._places: list[dict[int, tuple[int, int] | None]] = []
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ class Journal:
         self._file.flush()
         os.fsync(self._file.fileno())
 
-    def evaluated(self, version: int, found: dict[str, float]) -> None:
+    def evaluated(self, version: int, found: Any) -> None:
         """A version has been evaluated."""
         self._append({"kind": "evaluated", "version": version, "found": found})
 
@@ -169,4 +169,5 @@ def unpack(data: bytes) -> Rollout:
         for i in range(count)
     )
     generations = tuple(Generation(**link) for link in links)
-    return Rollout(**{**rest, "effort": Effort(**rest["effort"])}, generations=generations)
+    rest |= {"effort": Effort(**rest["effort"]), "transcript": tuple(rest["transcript"])}
+    return Rollout(**rest, generations=generations)

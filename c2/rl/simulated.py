@@ -231,6 +231,10 @@ class Evaluation(_Service):
             raise ValueError(f"version {version} was not pinned")
         return {"measured": float(version)}
 
+    async def forget(self, version: int) -> None:
+        """The score is known."""
+        self.cluster.store.pop(f"pinned-{version}", None)
+
 
 class InProcess:
     """A `c2.rl.calls.Launcher` of objects in this process.

@@ -87,7 +87,7 @@ class Checkpoints:
         self,
         step: int,
         state: Any,
-        batches: Iterator[Any],
+        batches: Iterator[Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
         """Starts saving ``state`` and the position of ``batches``; returns once both are copied.
@@ -98,7 +98,7 @@ class Checkpoints:
         Args:
             step: Global step, the name of the checkpoint.
             state: Any pytree of arrays.
-            batches: Live Grain iterator; its state is the same in all processes.
+            batches: Live Grain iterator; its state is the same in all processes. None for none.
             metadata: JSON-able values that :meth:`metadata` gives back.
 
         Raises:
@@ -110,7 +110,7 @@ class Checkpoints:
             "metadata": dict(metadata or {}),
             "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
             "leaves": _describe(state),
-            "data": copy.deepcopy(batches.get_state()),
+            "data": None if batches is None else copy.deepcopy(batches.get_state()),
         }
         folder = self.folder(step)
         try:

@@ -114,28 +114,9 @@ def make_optimizer(
 
 
 def choose_mesh(phases: Sequence[PhaseConfig], layout: MeshConfig = DATA_PARALLEL) -> Mesh:
-    """A mesh of as many of the devices present as the layout and every phase's rows allow.
-
-    Raises:
-      ConfigError: if no number of devices is possible or, of several processes, some would have
-        nothing to do.
-    """
-    rows = int(np.gcd.reduce([phase.batch // phase.micro_batches for phase in phases]))
-    devices = jax.devices()
-    for number in range(len(devices), 0, -1):
-        try:
-            lengths = meshes.shape(layout, number)
-        except ConfigError:
-            continue
-        if rows % (lengths[0] * lengths[1]) == 0 and (
-            number == len(devices) or jax.process_count() == 1
-        ):
-            return meshes.make(layout, devices[:number])
-    raise ConfigError(
-        f"mesh: context = {layout.context} and expert = {layout.expert} do not go with "
-        f"{len(devices)} devices and micro-batches of {rows} rows; legal: data-parallel ranks "
-        "(devices / context) that divide the rows, multiples of expert / gcd(expert, context)"
-    )
+    """A mesh for the rows of every phase, see `c2.parallel.mesh.choose`."""
+    rows = np.gcd.reduce([phase.batch // phase.micro_batches for phase in phases])
+    return meshes.choose(int(rows), layout)
 
 
 def make_phases(

@@ -69,6 +69,7 @@ def test_every_prompt_is_trained_once_and_none_too_late(tmp_path, staleness):
     assert len(steps) == 8 and all(0 <= s["staleness"] <= staleness for s in steps)
     assert controller.schedule.metrics()["trained"] == cluster.started == 96
     assert journal.evaluations == {v: {"measured": float(v)} for v in (0, 3, 6, 8)}
+    assert not [name for name in cluster.store if name.startswith("pinned")]
     assert [e["version"] for kind, e in controller.seen if kind == "weights"] == list(range(9))
 
 

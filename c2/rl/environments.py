@@ -1,0 +1,228 @@
+"""The environments service: plays rollouts in sandboxes and has them graded; imports no jax.
+
+    rollout = await environments.rollout("minirepo/constant/1/17", sample=3)
+
+A rollout gets a sandbox of its own with the task's repository, a conversation between the policy
+and its tools, and a grade from a second sandbox that the policy never saw. What is random in it
+follows from the seed, the task and the sample, so the same weights give the same rollout again.
+"""
+
+import asyncio
+import dataclasses
+import hashlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from c2.agent import harness
+from c2.agent.agents import AgentError, TokenAgent
+from c2.agent.chat import ChatFormat, Message, Syntax, Tokenizer, system_text
+from c2.agent.harness import HarnessConfig, Session
+from c2.config import ConfigError
+from c2.records import Completion, Rollout
+from c2.rl import rewards
+from c2.rl.calls import Handle, LostError
+from c2.rl.rewards import RewardConfig
+from c2.sandbox import protocol
+from c2.sandbox.pool.config import PoolConfig
+from c2.sandbox.pool.pool import Pool
+from c2.sandbox.protocol import SandboxError, SandboxLost, Spec
+from c2.sandbox.tasks import grade, minirepo, place
+from c2.sandbox.tasks.grade import Outcome
+from c2.sandbox.tasks.task import Task
+from c2.sandbox.tools.environment import sandbox_tools, task_tests
+from c2.sandbox.tools.outside import TodoList
+from c2.sandbox.tools.toolset import ToolsConfig, Toolset
+
+GRACE_S = 60.0  # that a sandbox lives longer than a conversation, for its files to be read
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentConfig:
+    """What an agent finds, and what its work is worth.
+
+    Attributes:
+      pool: where sandboxes come from.
+      ready: sandboxes that are kept running for rollouts to come.
+      resources: of each.
+      harness: budgets of a conversation.
+      tools: which there are, and how they behave.
+      rewards: what counts beside the grade.
+      syntax: how calls are written.
+      instructions: what the system says, with the tools' schemas behind it; "" says nothing.
+      temperature: of sampling.
+      patience_s: seconds that a rollout waits for inference that has died.
+      threads: calls of tools and grades that run at the same time.
+    """
+
+    pool: PoolConfig = field(default_factory=lambda: PoolConfig(backend="zygote"))
+    ready: int = 8
+    resources: protocol.Resources = field(default_factory=protocol.Resources)
+    harness: HarnessConfig = field(default_factory=HarnessConfig)
+    tools: ToolsConfig = field(default_factory=ToolsConfig)
+    rewards: RewardConfig = field(default_factory=RewardConfig)
+    syntax: Syntax = "json"
+    instructions: str = ""
+    temperature: float = 1.0
+    patience_s: float = 600.0
+    threads: int = 64
+
+    def __post_init__(self) -> None:
+        if self.ready < 0:
+            raise ConfigError(f"ready: {self.ready}; legal: at least 0")
+        if self.threads < 1:
+            raise ConfigError(f"threads: {self.threads}; legal: at least 1")
+        for name in ("temperature", "patience_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}: {getattr(self, name)}; legal: above 0")
+
+
+class ServedPolicy:
+    """A `c2.agent.agents.Policy` behind the inference service.
+
+    If that dies the request is made again: it says the same as long as the weights are the same.
+    """
+
+    def __init__(self, inference: Handle, temperature: float, patience_s: float) -> None:
+        self._inference = inference
+        self._temperature, self._patience_s = temperature, patience_s
+
+    async def complete(
+        self, ids: Sequence[int], *, max_tokens: int, stop: Sequence[int], seed: int
+    ) -> Completion:
+        """As `c2.agent.agents.Policy.complete`."""
+        until = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return await self._inference.call(
+                    "complete", list(ids), max_tokens, tuple(stop), self._temperature, seed
+                )
+            except LostError as error:
+                if time.monotonic() > until:
+                    raise AgentError(f"inference: {error}") from None
+                await asyncio.sleep(0.2)
+            except ConfigError as error:
+                raise AgentError(f"inference: {error}") from None
+
+
+class Environments:
+    """Plays rollouts; see the module."""
+
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        tokenizer: Callable[[], Tokenizer],
+        inference: Handle,
+        *,
+        seed: int = 0,
+        task: Callable[[str], Task] = minirepo.from_id,
+    ) -> None:
+        """Starts a pool.
+
+        Args:
+          config: what an agent finds.
+          tokenizer: makes the policy's.
+          inference: samples, see `c2.rl.inference.Inference.complete`.
+          seed: of the run.
+          task: the task of a prompt.
+        """
+        self._config, self._task, self._seed = config, task, seed
+        self._tokenizer = tokenizer()
+        self._policy = ServedPolicy(inference, config.temperature, config.patience_s)
+        self._spec = Spec(
+            resources=config.resources,
+            deadline_s=config.harness.deadline_s + GRACE_S,
+            ttl_s=config.harness.deadline_s + GRACE_S,
+            env={"PYTHONDONTWRITEBYTECODE": "1"},
+        )
+        self._pool = Pool(config.pool)
+        if config.ready:
+            self._pool.keep_ready(self._spec, config.ready)
+        self._threads = ThreadPoolExecutor(config.threads, thread_name_prefix="tools")
+
+    async def ping(self) -> int:
+        """Is alive; its process id."""
+        return os.getpid()
+
+    async def close(self) -> None:
+        """Ends all sandboxes."""
+        await asyncio.to_thread(self._pool.shutdown)
+        self._threads.shutdown()
+
+    async def metrics(self) -> dict[str, float]:
+        """How many sandboxes there are."""
+        return {"sandboxes": self._pool.ledger.alive}
+
+    async def rollout(self, prompt: str, sample: int) -> Rollout:
+        """Plays a rollout.
+
+        Args:
+          prompt: names the task.
+          sample: which rollout of the task.
+        """
+        asyncio.get_running_loop().set_default_executor(self._threads)
+        task = await asyncio.to_thread(self._task, prompt)
+        try:
+            handle = await asyncio.to_thread(self._pool.create, self._spec)
+        except SandboxError as error:
+            return rewards.rollout(
+                (), Session(stop="lost", lost=str(error)), None, self._config.rewards
+            )
+        try:
+            return await self._play(task, handle, sample)
+        finally:
+            await asyncio.to_thread(self._pool.close, handle)
+
+    async def _play(self, task: Task, handle: protocol.Handle, sample: int) -> Rollout:
+        config, pool = self._config, self._pool
+        await asyncio.to_thread(place.put, pool, handle, task.files)
+        todo = TodoList()
+        run_tests = task_tests(pool, handle, task)
+        tools = sandbox_tools(pool, handle, config.tools, run_tests=run_tests, todo=todo)
+        agent = TokenAgent(self._policy, ChatFormat(self._tokenizer, tools, syntax=config.syntax))
+        events: list[dict[str, Any]] = []
+        session = await harness.run(
+            agent, tools, self._messages(task, tools), config.harness,
+            seed=seed_of(self._seed, task.id, sample), observe=[events.append], state=todo.text,
+        )  # fmt: skip
+        graded = None if session.stop in ("lost", "agent") else await self._grade(task, handle)
+        done = rewards.rollout(agent.generations, session, graded, config.rewards)
+        return dataclasses.replace(done, transcript=tuple(events))
+
+    def _messages(self, task: Task, tools: Toolset) -> list[Message]:
+        said = [Message(role="user", text=task.prompt)]
+        if self._config.instructions:
+            text = system_text(self._config.instructions, tools)
+            said.insert(0, Message(role="system", text=text))
+        return said
+
+    async def _grade(self, task: Task, handle: protocol.Handle) -> Outcome | None:
+        """What the work is worth; None if the policy has left nothing to look at."""
+
+        def graded() -> Outcome | None:
+            try:
+                files = place.take(self._pool, handle)
+            except SandboxLost as lost:
+                if lost.reason in ("exited", "deadline"):
+                    return None
+                return _infrastructure(str(lost))
+            except SandboxError as error:
+                return _infrastructure(str(error))
+            return grade.grade(task, files, grade.in_sandbox(self._pool, self._spec))
+
+        return await asyncio.to_thread(graded)
+
+
+def seed_of(seed: int, task: str, sample: int) -> int:
+    """The seed of a rollout, 0 to 2**31 - 1."""
+    digest = hashlib.blake2b(f"{seed}/{task}/{sample}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def _infrastructure(reason: str) -> Outcome:
+    return Outcome(
+        kind="infrastructure_failure", reward=None, failed={}, changed=(), ignored=(), reason=reason
+    )

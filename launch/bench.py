@@ -24,6 +24,7 @@ import rich.table
 from absl import app, flags, logging
 
 from launch import (
+    bench_asynchronous,
     bench_decode,
     bench_grouped_matmul,
     bench_quantize,
@@ -41,6 +42,7 @@ BENCHES = {
     "grouped_matmul": bench_grouped_matmul,
     "sandbox": bench_sandbox,
     "weight_sync": bench_weight_sync,
+    "asynchronous": bench_asynchronous,
 }
 SETTLE = 0.3  # seconds before a timed round: thread pools of the other side spin for a while
 PATIENCE = 30.0  # seconds of timed rounds after which a side is not run again

@@ -35,13 +35,14 @@ class Learner(NamedTuple):
       zero: ``(params, batch) -> total``, of no tokens, whatever the batch.
       add: ``(total, params, batch) -> total`` with one more batch; the given total is donated.
       apply: ``(state, total, denominator) -> (state, metrics)``; the state is donated.
-      log_probs: ``(params, batch) -> f32 [row, token]``, of the targets.
+      inspect: ``(params, batch) -> (log_probs, replaced)``: f32 [row, token] of the targets, and
+        bool [row, token], whether an expert of the token's route is not the captured one.
     """
 
     zero: Callable[[Params, Batch], Total]
     add: Callable[[Total, Params, Batch], Total]
     apply: Callable[[TrainState, Total, float], tuple[TrainState, dict[str, jax.Array]]]
-    log_probs: Callable[[Params, Batch], jax.Array]
+    inspect: Callable[[Params, Batch], tuple[jax.Array, jax.Array]]
 
 
 def make_learner(
@@ -125,10 +126,15 @@ def make_learner(
         out_specs=BATCH,
         check_vma=False,
     )
-    def log_probs(params: Params, batch: Batch) -> jax.Array:
-        return forward(params, batch, sharding.functions(cfg, mesh, layout))[0][0]
+    def inspect(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        (log_probs, _), out = forward(params, batch, sharding.functions(cfg, mesh, layout))
+        if not cfg.moe_layers:
+            return log_probs, jnp.zeros(log_probs.shape, bool)
+        given = batch["routes"]
+        other = moe.captured(given, cfg.moe.experts) & (given != out.routes)
+        return log_probs, other.any((-1, -2))
 
-    return Learner(zero, add, apply, log_probs)
+    return Learner(zero, add, apply, inspect)
 
 
 def _means(sums: dict[str, jax.Array], cfg: ModelConfig) -> dict[str, jax.Array]:

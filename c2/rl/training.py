@@ -3,9 +3,10 @@
 import asyncio
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,10 @@ import numpy as np
 from c2 import models
 from c2.config import ConfigError
 from c2.losses.config import PolicyGradientConfig
-from c2.models import ModelConfig
+from c2.models import ModelConfig, Params
 from c2.parallel import mesh as meshes
 from c2.parallel.mesh import MeshConfig
-from c2.rl import kl_penalty
+from c2.rl import inspection, kl_penalty
 from c2.rl.credit import Credit
 from c2.rl.learner import make_learner
 from c2.rl.replay import ReplayConfig
@@ -34,6 +35,9 @@ from c2.weights.manifest import load_manifest
 from c2.weights.publisher import Publisher, PublisherConfig
 from c2.weights.store import open_store
 
+_PLACES = "places"  # of tokens in their row, whatever order a mesh has them in
+INSPECTED = "inspected"  # folder of files of `c2.rl.inspection`, by step
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
@@ -49,6 +53,8 @@ class TrainingConfig:
       mesh: what lies where.
       checkpoint_every: steps between two checkpoints; after a death those in between are repeated.
       keep: newest checkpoints that stay.
+      inspect_every: steps between two whose tokens are kept for people, see `c2.rl.inspection`; 0
+        for none.
       publisher: how weights are published.
     """
 
@@ -63,12 +69,15 @@ class TrainingConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     checkpoint_every: int = 1
     keep: int = 2
+    inspect_every: int = 10
     publisher: PublisherConfig = field(default_factory=PublisherConfig)
 
     def __post_init__(self) -> None:
         for name in ("context", "rows", "checkpoint_every", "keep"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: {getattr(self, name)}; legal: at least 1")
+        if self.inspect_every < 0:
+            raise ConfigError(f"inspect_every: {self.inspect_every}; legal: at least 0")
 
 
 class Training:
@@ -91,7 +100,7 @@ class Training:
           model: model configuration.
           steps: of the whole run.
           start: folder with the `c2.training.checkpoint.Checkpoints` of ``{"params": ...}``.
-          workdir: where checkpoints go.
+          workdir: where checkpoints go, and what is kept for people.
           store: address of the store of weights.
         """
         self._config, self._model = config, model
@@ -102,7 +111,8 @@ class Training:
         self._learner = make_learner(
             model, optimizer, self._mesh, layout, config.objective, config.replay
         )
-        self._checkpoints = Checkpoints(workdir, keep=config.keep)
+        self._folder = Path(workdir)
+        self._checkpoints = Checkpoints(self._folder / "checkpoints", keep=config.keep)
         self._steps = steps
         abstract = abstract_state(model, optimizer, self._mesh, layout)
         given = Checkpoints(start)
@@ -166,12 +176,16 @@ class Training:
         return metrics | {"rows": len(credit.rows), "step_s": time.perf_counter() - began}
 
     def _learn(self, packed: Packed, credit: Credit) -> dict[str, float]:
-        learner, kl = self._learner, self._config.objective.kl
+        learner, kl, every = self._learner, self._config.objective.kl, self._config.inspect_every
         batch = packed.batch
-        if self._reference is not None:
-            found = [learner.log_probs(self._reference, part) for part in self._parts(batch)]
-            batch = kl_penalty.charge(packed, np.concatenate(found), kl)
         parts, total = self._parts(batch), None
+        if every and self._done % every == 0:
+            path = self._folder / INSPECTED / f"{self._done:08d}.safetensors"
+            inspection.save(path, credit.rows, packed, *self._inspect(self._state.params, parts))
+        if self._reference is not None:
+            reference, _ = self._inspect(self._reference, parts)
+            batch = kl_penalty.charge(packed, reference, kl)
+            parts = self._parts(batch)
         for part in parts:
             total = learner.zero(self._state.params, part) if total is None else total
             total = learner.add(total, self._state.params, part)
@@ -179,10 +193,16 @@ class Training:
         used = (batch["segment_ids"] > 0).mean()
         return {name: float(x) for name, x in metrics.items()} | {"packed": float(used)}
 
+    def _inspect(self, params: Params, parts: Sequence[Batch]) -> tuple[np.ndarray, ...]:
+        found = [(*self._learner.inspect(params, part), part[_PLACES]) for part in parts]
+        *seen, places = (np.concatenate(x) for x in zip(*found, strict=True))
+        return tuple(np.take_along_axis(x, np.argsort(places), axis=1) for x in seen)
+
     def _parts(self, batch: Mapping[str, np.ndarray]) -> list[Batch]:
         """The micro-batches on the mesh."""
         count = len(batch["tokens"]) // self._config.rows
-        cut = {name: np.split(x, count) for name, x in batch.items()}
+        places = np.broadcast_to(np.arange(self._config.context), batch["tokens"].shape)
+        cut = {name: np.split(x, count) for name, x in {**batch, _PLACES: places}.items()}
         parts = [{name: x[i] for name, x in cut.items()} for i in range(count)]
         return [place_batch(part, self._mesh, self._config.mesh) for part in parts]
 

@@ -90,7 +90,7 @@ def test_a_step_is_that_of_the_loss_row_by_row(tiny_config, random_params):
     for old, after, grad in zip(*map(jax.tree.leaves, (params, new.params, grads)), strict=True):
         scale = np.linalg.norm(grad) + 1e-6
         np.testing.assert_allclose((old - after) * 37 / scale, grad / scale, atol=3e-5)
-    found = np.concatenate([learner.log_probs(params, batch) for batch in placed])
+    found = np.concatenate([learner.inspect(params, batch)[0] for batch in placed])
     for number, (row, start, end) in enumerate(packing.places):
         wanted = log_probs[number, : end - start - 1]
         np.testing.assert_allclose(found[row, start : end - 1], wanted, atol=1e-5)

@@ -25,7 +25,8 @@ class PackedRows(Sequence[Batch]):
     `rows[i]` is a dict of arrays [context]: `tokens` int32, `targets` int32 (the next token of the
     piece), `positions` int32 (from 0 in each piece), `segment_ids` int32 (from 1, 0 is padding) and
     `loss_mask` float32 (1 where the target counts: not on padding, not on the last token of a
-    piece, not where the target is part of a prompt). Unused entries are 0.
+    piece, not where the target is part of a prompt; or the target's weight, if tokens have
+    weights). Unused entries are 0.
 
     Attributes:
       store: the documents.
@@ -82,7 +83,11 @@ class PackedRows(Sequence[Batch]):
             result["targets"][start : end - 1] = ids[1:]
             result["positions"][start:end] = np.arange(length)
             result["segment_ids"][start:end] = segment
-            result["loss_mask"][learned : end - 1] = 1
+            if self.store.weights is None:
+                result["loss_mask"][learned : end - 1] = 1
+            else:
+                weights = self.store.weights[begin + 1 : begin + length]
+                result["loss_mask"][start : end - 1] = weights
             start = end
         return result
 

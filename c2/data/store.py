@@ -25,6 +25,7 @@ class TokenStore:
       prompts: int32 [document], how many leading tokens are a prompt: given, not to be learned.
       sources: int32 [document], index of the document's source in the config.
       fingerprint: hash of everything that the arrays were made from.
+      weights: float [token], what each token counts as a target, or None: 1 behind the prompt.
     """
 
     tokens: np.ndarray
@@ -32,6 +33,7 @@ class TokenStore:
     prompts: np.ndarray
     sources: np.ndarray
     fingerprint: str
+    weights: np.ndarray | None = None
 
     @property
     def lengths(self) -> np.ndarray:

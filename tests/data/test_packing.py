@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -114,3 +116,12 @@ def test_waste_on_lengths_as_in_a_corpus():
     documents = [(np.ones(length, np.uint16), 0, 0) for length in lengths]
     rows = pack(from_documents(documents, np.uint16, ""), 512)
     assert rows.padding < 0.01
+
+
+@given(stores(), st.integers(1, 24))
+@settings(max_examples=60, deadline=None)
+def test_weights_of_tokens_stand_where_the_tokens_are_targets(store, context):
+    store = dataclasses.replace(store, weights=np.arange(1, len(store.tokens) + 1) / 7)
+    for row in pack(store, context):
+        inside = row["targets"] > 0  # tokens are 1, 2, 3, ...
+        np.testing.assert_allclose(row["loss_mask"], row["targets"] / 7 * inside, rtol=1e-6)

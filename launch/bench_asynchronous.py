@@ -13,6 +13,7 @@ from pathlib import Path
 
 from c2.rl import simulated
 from c2.rl.controller import Controller, ControllerConfig
+from c2.rl.in_process import InProcess
 from c2.rl.journal import Journal
 from c2.rl.schedule import ScheduleConfig
 from launch.bench_case import Case, Step, timed
@@ -47,7 +48,7 @@ async def _train(steps: int, staleness: int, times: dict[str, float]) -> None:
     with tempfile.TemporaryDirectory() as folder, Journal(Path(folder, "journal")) as journal:
         await Controller(
             ControllerConfig(schedule=schedule, eval_every=0),
-            simulated.InProcess(),
+            InProcess(),
             journal,
             training=partial(simulated.Training, cluster),
             inference=partial(simulated.Inference, cluster),

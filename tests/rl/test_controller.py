@@ -7,9 +7,10 @@ from functools import partial
 import pytest
 
 from c2.rl.controller import Controller, ControllerConfig, TrainingError
+from c2.rl.in_process import InProcess
 from c2.rl.journal import Journal
 from c2.rl.schedule import ScheduleConfig
-from c2.rl.simulated import Cluster, Environments, Evaluation, Inference, InProcess, Training
+from c2.rl.simulated import Cluster, Environments, Evaluation, Inference, Training
 
 
 def make_controller(

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -91,9 +91,11 @@ class Rollout:
         as wrong; "infrastructure_failure", not its fault: no reward, no row, in no baseline.
       stop: why it ended, see `c2.agent.harness.Session`.
       correct: 0 to 1, what the grader says; NaN after a failure of the infrastructure.
-      reward: what advantages are made of: `correct` with rewards and penalties for the behaviour.
+      reward: what advantages are made of: `correct` with rewards and penalties for the behaviour;
+        NaN where that is.
       effort: what it has cost.
       behaviours: what was seen of its behaviour, by name, whether or not it is rewarded.
+      transcript: the conversation for people, see `c2.agent.harness.Observer`.
     """
 
     generations: tuple[Generation, ...]
@@ -103,6 +105,7 @@ class Rollout:
     reward: float
     effort: Effort
     behaviours: Mapping[str, float]
+    transcript: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def failed(self) -> bool:

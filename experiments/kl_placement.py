@@ -23,6 +23,8 @@ import numpy as np
 
 from c2.config import ConfigError
 from c2.losses import kl
+from c2.losses.config import PolicyGradientConfig
+from c2.losses.policy_gradient import policy_gradient
 from experiments import plotting
 from experiments.study import Claim, Figure, Result, Run, new_figure
 
@@ -81,8 +83,15 @@ def gradients(theta: jax.Array, reference: jax.Array) -> dict[str, jax.Array]:
         return jax.grad(lambda t: q @ kl.estimate(log_p, log_q(t), estimator))(theta)
 
     def in_reward(estimator: kl.Estimator) -> jax.Array:
-        penalty = kl.estimate(log_p, log_q(theta), estimator)
-        return jax.grad(lambda t: (q * penalty) @ log_q(t))(theta)
+        batch = {
+            "weights": q,
+            "advantages": -kl.estimate(log_p, log_q(theta), estimator),
+            "sampled": log_q(theta),
+            "segment_ids": jnp.ones(q.shape, jnp.int32),
+        }
+        batch = {name: x[None] for name, x in batch.items()}  # one row
+        config = PolicyGradientConfig()
+        return jax.grad(lambda t: policy_gradient(log_q(t)[None], batch, config)[0])(theta)
 
     return {
         "KL(q||p)": jax.grad(lambda t: jnp.exp(log_q(t)) @ (log_q(t) - log_p))(theta),

@@ -119,7 +119,7 @@ class ChatFormat:
         self._tokenizer, self._tools = tokenizer, tools
         self._syntax, self._drop_thinking = syntax, drop_thinking
         self._encode = functools.lru_cache(maxsize=1024)(tokenizer.encode)
-        self._marks = {tokenizer.special(name): kind for name, kind in _SECTIONS.items()}
+        self.marks = {tokenizer.special(name): kind for name, kind in _SECTIONS.items()}
         self.stop = (tokenizer.special("turn_end"), tokenizer.special("end"))
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
@@ -192,8 +192,8 @@ class ChatFormat:
     def _sections(self, ids: Sequence[int]) -> list[tuple[str, list[int]]]:
         sections: list[tuple[str, list[int]]] = [("text", [])]
         for token in ids:
-            if token in self._marks:
-                sections.append((self._marks[token], []))
+            if token in self.marks:
+                sections.append((self.marks[token], []))
             else:
                 sections[-1][1].append(int(token))
         return sections
@@ -202,7 +202,7 @@ class ChatFormat:
         """A turn without its sections of some kinds; the tokens that end it stay."""
         kept, kind = [], "text"
         for token in ids:
-            kind = self._marks.get(token, kind)
+            kind = self.marks.get(token, kind)
             if kind not in kinds or token in self.stop:
                 kept.append(int(token))
         return kept
@@ -236,6 +236,7 @@ class ByteTokenizer:
     """One token for each byte: a tokenizer that needs no vocabulary, for scripts and tests."""
 
     _NAMES = ("end", "system", "user", "assistant", "tool", "think", "call", "turn_end")
+    size = 256 + len(_NAMES)  # a model may have more tokens, which mean nothing
 
     def encode(self, text: str) -> Sequence[int]:
         """As `Tokenizer.encode`."""
@@ -244,7 +245,7 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """As `Tokenizer.decode`."""
         return "".join(
-            "".join(f"<|{self._NAMES[i - 256]}|>" for i in group)
+            "".join(f"<|{self._NAMES[i - 256]}|>" if i < self.size else "\ufffd" for i in group)
             if special
             else bytes(group).decode(errors="replace")
             for special, group in itertools.groupby(ids, lambda i: i > 255)

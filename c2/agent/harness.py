@@ -89,6 +89,7 @@ class Session:
       bad_calls: those of them that were malformed, unknown or refused.
       tokens: tokens that the agent wrote.
       written: of which kind these are, as far as that is known.
+      final: how many of them are the text of the message that ended it; 0 if a budget did.
       answered: tokens of the answers of tools, as the agent counts them.
     """
 
@@ -101,6 +102,7 @@ class Session:
     bad_calls: int = 0
     tokens: int = 0
     written: Counts = field(default_factory=Counts)
+    final: int = 0
     answered: int = 0
 
     @property
@@ -195,6 +197,7 @@ class _Play:
             session.turns += 1
             requests = turn.message.requests
             if not requests:
+                session.final = (turn.counts or Counts()).text
                 return "cut" if turn.cut else "done"
             results = await self._answer(requests)
             if lost := next((result.lost for result in results if result.lost), None):

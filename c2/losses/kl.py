@@ -5,13 +5,11 @@ One convention everywhere: `q` is the side that was sampled from (the policy), `
 """
 
 import math
-from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
-Estimator = Literal["k1", "k2", "k3"]
-ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
+from c2.losses.config import ESTIMATORS, Estimator
 
 # Enough terms of exp(z) - 1 - z = z^2/2! + z^3/3! + ... for float64 at |z| = 1.
 _SERIES = tuple(1 / math.factorial(n) for n in range(18, 1, -1))

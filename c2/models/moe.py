@@ -61,13 +61,18 @@ def score(x: jax.Array, router: jax.Array, m: MoEConfig) -> jax.Array:
     return jax.nn.sigmoid(logits) if m.scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
 
 
+def biased(scores: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """The scores that experts are selected by; no gradient."""
+    return jax.lax.stop_gradient(scores if bias is None else scores + bias)
+
+
 def select(scores: jax.Array, bias: jax.Array | None, m: MoEConfig) -> jax.Array:
     """Chooses experts by biased score: scores [tokens, expert] -> ids int32 [tokens, top_k].
 
     With groups, only the ``top_groups`` groups with the highest sum of their two best experts
     are eligible.
     """
-    choice = jax.lax.stop_gradient(scores if bias is None else scores + bias)
+    choice = biased(scores, bias)
     if m.groups > 1:
         grouped = choice.reshape(-1, m.groups, m.experts // m.groups)
         group_score = jax.lax.top_k(grouped, 2)[0].sum(-1)
@@ -86,17 +91,55 @@ def gate(scores: jax.Array, routes: jax.Array, m: MoEConfig) -> jax.Array:
     return weights * m.scale
 
 
-def replay(given: jax.Array, own: jax.Array, experts: int) -> jax.Array:
-    """The given routes where they are complete, else the token's own; ids int [tokens, top_k].
+def captured(given: jax.Array, experts: int) -> jax.Array:
+    """Where given routes are complete, bool [..., 1], for ids int [..., top_k].
 
-    A row is replayed if it names ``top_k`` different experts that exist. Anything else - a slot
+    A row is complete if it names ``top_k`` different experts that exist. Anything else - a slot
     without a captured route, padding, an id out of range, a duplicate - says that the engine's
     choice is not known, and a token is never routed by half of it.
     """
-    exists = ((given >= 0) & (given < experts)).all(-1)
+    exists = ((given >= 0) & (given < experts)).all(-1, keepdims=True)
     ascending = jnp.sort(given, axis=-1)
-    distinct = (ascending[:, 1:] != ascending[:, :-1]).all(-1)
-    return jnp.where((exists & distinct)[:, None], given, own)
+    return exists & (ascending[..., 1:] != ascending[..., :-1]).all(-1, keepdims=True)
+
+
+def replay(given: jax.Array, own: jax.Array, experts: int) -> jax.Array:
+    """The given routes where they are `captured`, else the token's own; ids int [tokens, top_k]."""
+    return jnp.where(captured(given, experts), given, own)
+
+
+def plausible(routes: jax.Array, own: jax.Array, choice: jax.Array, slack: float) -> jax.Array:
+    """Routes without the experts that the router would never have chosen.
+
+    An expert stays if its selection score is at most ``slack`` below that of the weakest expert of
+    the token's own choice. The others give their slots to the token's own experts, the best first
+    (report section 3). Selection scores, and not weights: a bias can select an expert of small
+    weight. That its group is closed is no reason against an expert with a high score.
+
+    Args:
+      routes: complete ones, int [tokens, top_k].
+      own: the router's choice, the best first, int [tokens, top_k].
+      choice: scores that selected it, from `biased` [tokens, expert].
+      slack: 0 leaves, without groups, none but the token's own experts; infinity leaves all.
+    """
+    weakest = jnp.take_along_axis(choice, own, axis=-1).min(-1, keepdims=True)
+    stays = jnp.take_along_axis(choice, routes, axis=-1) >= weakest - slack
+    taken = (own[:, :, None] == routes[:, None, :]).any(-1)  # an own expert always stays
+    free = jnp.take_along_axis(own, jnp.argsort(taken, axis=-1, stable=True), axis=-1)
+    number = jnp.maximum(jnp.cumsum(~stays, axis=-1) - 1, 0)
+    return jnp.where(stays, routes, jnp.take_along_axis(free, number, axis=-1))
+
+
+def replay_counts(given: jax.Array, used: jax.Array, experts: int) -> dict[str, jax.Array]:
+    """What became of given routes, f32 scalars; both int [..., top_k], of all layers and tokens.
+
+    ``routes`` counts the rows of real tokens, ``missing`` those of them that were not `captured`,
+    and ``replaced`` the experts, in captured ones, for which another was used.
+    """
+    real = (used != NO_TOKEN).all(-1, keepdims=True)
+    known = real & captured(given, experts)
+    counts = {"routes": real, "missing": real & ~known, "replaced": known & (given != used)}
+    return {name: where.sum(dtype=jnp.float32) for name, where in counts.items()}
 
 
 def expert_load(routes: jax.Array, experts: int) -> jax.Array:
@@ -111,6 +154,7 @@ def moe(
     routes: jax.Array | None,
     cfg: ModelConfig,
     *,
+    slack: float | None = None,
     mlp_of_experts: Callable = expert_mlp,
 ) -> tuple[jax.Array, jax.Array]:
     """Routes tokens to experts and adds the shared expert.
@@ -122,6 +166,7 @@ def moe(
       routes: int [batch, seq, top_k] to replay (report section 3, router replay), or None. See
         `replay` for rows that can't be; weights always come from the live scores.
       cfg: model configuration.
+      slack: leaves out replayed experts that are not `plausible`; None leaves out none.
       mlp_of_experts: with the signature of `pallas_kernels.expert_mlp.expert_mlp`; another one
         sends tokens to experts on other devices.
 
@@ -133,9 +178,11 @@ def moe(
     flat = x.reshape(-1, x.shape[-1])
     with jax.named_scope("router"):
         scores = score(flat, p.router, m)
-        used = select(scores, p.bias, m)
+        used = own = select(scores, p.bias, m)
         if routes is not None:
-            used = replay(routes.reshape(used.shape).astype(jnp.int32), used, m.experts)
+            used = replay(routes.reshape(own.shape).astype(jnp.int32), own, m.experts)
+            if slack is not None:
+                used = plausible(used, own, biased(scores, p.bias), slack)
         used = checkpoint_name(jnp.where(real.reshape(-1, 1), used, NO_TOKEN), ROUTING)
         weights = gate(scores, used, m)
     with jax.named_scope("experts"):

@@ -37,12 +37,15 @@ class Learner(NamedTuple):
       apply: ``(state, total, denominator) -> (state, metrics)``; the state is donated.
       inspect: ``(params, batch) -> (log_probs, replaced)``: f32 [row, token] of the targets, and
         bool [row, token], whether an expert of the token's route is not the captured one.
+      reference: ``(params, batch) -> f32 [row, token]``, log-probabilities of the targets under
+        another policy, which routes for itself.
     """
 
     zero: Callable[[Params, Batch], Total]
     add: Callable[[Total, Params, Batch], Total]
     apply: Callable[[TrainState, Total, float], tuple[TrainState, dict[str, jax.Array]]]
     inspect: Callable[[Params, Batch], tuple[jax.Array, jax.Array]]
+    reference: Callable[[Params, Batch], jax.Array]
 
 
 def make_learner(
@@ -68,9 +71,11 @@ def make_learner(
       config: the objective.
       replay: of the routes that were sampled with.
     """
-    experts = replay.experts(sharding.functions(cfg, mesh, layout).experts)
+    functions = sharding.functions(cfg, mesh, layout)
+    partitions = sharding.partitions(cfg, mesh, layout)
+    options = compiler_options(mesh)
 
-    def forward(params: Params, batch: Batch, functions: Functions):
+    def forward(params: Params, batch: Batch, experts: Callable):
         params = outside_layers(params, cfg, functions.unshard)
         out = models.trunk(
             params, batch["tokens"], cfg, positions=batch["positions"],
@@ -81,7 +86,7 @@ def make_learner(
         return linear_log_probs(out.hidden, head, batch["targets"], batch["temperatures"]), out
 
     def loss(params: Params, batch: Batch, functions: Functions):
-        (log_probs, entropy), out = forward(params, batch, functions)
+        (log_probs, entropy), out = forward(params, batch, replay.experts(functions.experts))
         total, sums = policy_gradient(log_probs, batch, config, axes=TOKENS)
         sums["entropy"] = jnp.where(batch["weights"] > 0, entropy, 0).sum()
         if cfg.moe_layers:
@@ -89,9 +94,7 @@ def make_learner(
         return total, sums
 
     gradients = make_gradients(loss, cfg, mesh, layout)
-    partitions = trained_part(sharding.partitions(cfg, mesh, layout), None)
-    options = compiler_options(mesh)
-    where = jax.tree.map(lambda partition: NamedSharding(mesh, partition), partitions)
+    where = jax.tree.map(lambda p: NamedSharding(mesh, p), trained_part(partitions, None))
     of_total = (replicated(mesh), where)
 
     @partial(jax.jit, donate_argnums=0, out_shardings=of_total, compiler_options=options)
@@ -118,23 +121,24 @@ def make_learner(
         metrics |= {"loss": loss / denominator, "grad_norm": optax.tree.norm(grads)}
         return TrainState(state.step + 1, params, opt_state), metrics
 
-    @partial(jax.jit, compiler_options=options)
-    @partial(
-        jax.shard_map,
-        mesh=mesh,
-        in_specs=(sharding.partitions(cfg, mesh, layout), BATCH),
-        out_specs=BATCH,
-        check_vma=False,
-    )
+    def on_mesh(f: Callable) -> Callable:
+        specs = (partitions, BATCH)
+        mapped = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=BATCH, check_vma=False)
+        return jax.jit(mapped, compiler_options=options)
+
     def inspect(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        (log_probs, _), out = forward(params, batch, sharding.functions(cfg, mesh, layout))
+        (log_probs, _), out = forward(params, batch, replay.experts(functions.experts))
         if not cfg.moe_layers:
             return log_probs, jnp.zeros(log_probs.shape, bool)
         given = batch["routes"]
         other = moe.captured(given, cfg.moe.experts) & (given != out.routes)
         return log_probs, other.any((-1, -2))
 
-    return Learner(zero, add, apply, inspect)
+    def reference(params: Params, batch: Batch) -> jax.Array:
+        own = ReplayConfig(mode="none").experts(functions.experts)
+        return forward(params, batch, own)[0][0]
+
+    return Learner(zero, add, apply, on_mesh(inspect), on_mesh(reference))
 
 
 def _means(sums: dict[str, jax.Array], cfg: ModelConfig) -> dict[str, jax.Array]:

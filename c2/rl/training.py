@@ -15,7 +15,7 @@ import numpy as np
 from c2 import models
 from c2.config import ConfigError
 from c2.losses.config import PolicyGradientConfig
-from c2.models import ModelConfig, Params
+from c2.models import ModelConfig
 from c2.parallel import mesh as meshes
 from c2.parallel.mesh import MeshConfig
 from c2.rl import inspection, kl_penalty
@@ -181,10 +181,11 @@ class Training:
         parts, total = self._parts(batch), None
         if every and self._done % every == 0:
             path = self._folder / INSPECTED / f"{self._done:08d}.safetensors"
-            inspection.save(path, credit.rows, packed, *self._inspect(self._state.params, parts))
+            seen = [learner.inspect(self._state.params, part) for part in parts]
+            inspection.save(path, credit.rows, packed, *_in_order(seen, parts))
         if self._reference is not None:
-            reference, _ = self._inspect(self._reference, parts)
-            batch = kl_penalty.charge(packed, reference, kl)
+            found = [(learner.reference(self._reference, part),) for part in parts]
+            batch = kl_penalty.charge(packed, *_in_order(found, parts), kl)
             parts = self._parts(batch)
         for part in parts:
             total = learner.zero(self._state.params, part) if total is None else total
@@ -192,11 +193,6 @@ class Training:
         self._state, metrics = learner.apply(self._state, total, credit.denominator)
         used = (batch["segment_ids"] > 0).mean()
         return {name: float(x) for name, x in metrics.items()} | {"packed": float(used)}
-
-    def _inspect(self, params: Params, parts: Sequence[Batch]) -> tuple[np.ndarray, ...]:
-        found = [(*self._learner.inspect(params, part), part[_PLACES]) for part in parts]
-        *seen, places = (np.concatenate(x) for x in zip(*found, strict=True))
-        return tuple(np.take_along_axis(x, np.argsort(places), axis=1) for x in seen)
 
     def _parts(self, batch: Mapping[str, np.ndarray]) -> list[Batch]:
         """The micro-batches on the mesh."""
@@ -230,3 +226,10 @@ class Training:
                 if time.monotonic() > until:
                     raise
                 time.sleep(config.lease_seconds / 10)
+
+
+def _in_order(found: Sequence[tuple], parts: Sequence[Batch]) -> list[np.ndarray]:
+    """What was found in micro-batches, as arrays of the batch with tokens in their own order."""
+    order = np.argsort(np.concatenate([part[_PLACES] for part in parts]))
+    columns = (np.concatenate(x) for x in zip(*found, strict=True))
+    return [np.take_along_axis(x, order, axis=1) for x in columns]

@@ -47,7 +47,7 @@ def test_gradients_against_the_score_function():
         "k3 in reward": r - 1 - np.log(r),
     }
     with jax.enable_x64(True):
-        measured = jax.vmap(study.gradients)(theta, reference)
+        measured = jax.jit(jax.vmap(study.gradients))(theta, reference)
     assert set(measured) == set(weights)
     for name, weight in weights.items():
         expected = q * (weight - (q * weight).sum(-1, keepdims=True))  # d log q_i = e_i - q

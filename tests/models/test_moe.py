@@ -227,3 +227,109 @@ def test_only_routed_experts_are_computed_in_low_precision(block, tiny_config, p
     error = jnp.linalg.norm((rounded - exact)[real]) / np.linalg.norm((exact - shared)[real])
     low, high = {"mxfp8": (0.03, 0.12), "nvfp4_fwd_mxfp8_bwd": (0.12, 0.4)}[precision]
     assert low < error < high
+
+
+# --- The plausibility filter of replayed routes ---
+
+plausible = jax.jit(moe.plausible)
+TOP2 = MoEConfig(experts=6, top_k=2, intermediate=4)
+CHOICE = jnp.float32([[0.9, 0.8, 0.75, 0.3, 0.2, 0.1]])  # the router's own are 0 and 1
+
+
+@pytest.mark.parametrize(
+    ("given", "slack", "used"),
+    [
+        ([0, 1], 0.0, [0, 1]),
+        ([1, 0], 0.0, [1, 0]),
+        ([2, 0], 0.0, [1, 0]),  # 0 is there already
+        ([2, 0], 0.1, [2, 0]),
+        ([2, 4], 0.1, [2, 0]),  # the best that is free takes the slot
+        ([4, 1], 0.1, [0, 1]),
+        ([4, 5], 0.1, [0, 1]),
+        ([5, 2], 0.1, [0, 2]),
+        ([4, 5], np.inf, [4, 5]),
+    ],
+)
+def test_implausible_experts_are_replaced_by_the_routers_own(given, slack, used):
+    own = moe.select(CHOICE, None, TOP2)
+    assert own.tolist() == [[0, 1]]
+    assert plausible(jnp.asarray([given]), own, CHOICE, slack).tolist() == [used]
+
+
+@pytest.mark.parametrize("slack", [0.0, 0.05, 0.3, np.inf])
+def test_the_filter_against_a_loop(slack):
+    m = MoEConfig(experts=16, top_k=4, intermediate=4)
+    rng = np.random.default_rng(0)
+    choice = (rng.uniform(size=(300, 16)) - 0.5).astype(np.float32)
+    given = np.stack([rng.permutation(16)[:4] for _ in choice])
+    own = np.asarray(moe.select(choice, None, m))
+    used = np.asarray(plausible(given, own, choice, slack))
+    replaced = 0
+    for row, mine, theirs, got in zip(choice, own, given, used, strict=True):
+        stays = [e for e in theirs if row[e] >= np.float32(row[mine[-1]]) - np.float32(slack)]
+        spare = [e for e in mine if e not in stays]
+        expected = [e if e in stays else spare.pop(0) for e in theirs]
+        assert got.tolist() == expected and len(set(expected)) == 4
+        replaced += 4 - len(stays)
+    counts = moe.replay_counts(given, used, 16)
+    assert {name: float(n) for name, n in counts.items()} == {
+        "routes": 300,
+        "missing": 0,
+        "replaced": replaced,
+    }
+    if slack == 0:
+        np.testing.assert_array_equal(np.sort(used), np.sort(own))
+    if slack == np.inf:
+        np.testing.assert_array_equal(used, given)
+
+
+def test_what_is_not_known_is_not_filtered_but_routed_anew():
+    """An expert out of range may not be mended slot by slot: nothing of such a row is known."""
+    given = jnp.asarray([[9, 4], [4, 4], [OWN_ROUTE, 2], [4, 2], [NO_TOKEN, NO_TOKEN]])
+    choice = jnp.broadcast_to(CHOICE, (5, 6))
+    own = moe.select(choice, None, TOP2)
+    used = plausible(moe.replay(given, own, 6), own, choice, 0.1)
+    assert used.tolist() == [[0, 1], [0, 1], [0, 1], [0, 2], [0, 1]]
+    used = used.at[4].set(NO_TOKEN)  # as the block does on padding
+    counts = moe.replay_counts(given, used, 6)
+    assert {name: int(n) for name, n in counts.items()} == {
+        "routes": 4,
+        "missing": 3,
+        "replaced": 1,
+    }
+
+
+def test_a_block_with_the_filter(block, tiny_config):
+    params, x, real = block
+    cfg = replace(tiny_config, moe=replace(tiny_config.moe, groups=1, top_groups=1))
+    run = jax.jit(
+        lambda routes, slack: moe.moe(x, params, real, routes, cfg, slack=slack),
+        compiler_options=FAST_COMPILE,
+    )
+    out, own = run(np.full((2, 5, cfg.moe.top_k), OWN_ROUTE), 0.0)
+    # its own routes again: nothing changes, to the bit
+    again, used = run(own, 0.0)
+    np.testing.assert_array_equal(used, own)
+    np.testing.assert_array_equal(again, out)
+    wrong = (own + 1) % cfg.moe.experts
+    _, used = run(wrong, np.inf)
+    np.testing.assert_array_equal(used[real], wrong[real])
+    none, used = run(wrong, 0.0)
+    np.testing.assert_array_equal(np.sort(used), np.sort(own))
+    np.testing.assert_allclose(none, out, atol=2e-6)
+
+
+def test_filtered_routes_are_the_same_when_they_are_computed_again(block, tiny_config):
+    params, x, real = block
+    given = jnp.broadcast_to(jnp.asarray([0, 3, 6]), (2, 5, 3))
+
+    def loss(router):
+        p = params.replace(router=router)
+        return (moe.moe(x, p, real, given, tiny_config, slack=0.2)[0] ** 2).sum()
+
+    once, again = (
+        jax.jit(jax.grad(f), compiler_options=FAST_COMPILE)(params.router)
+        for f in (loss, jax.checkpoint(loss))
+    )
+    assert np.asarray(once).any()
+    np.testing.assert_allclose(again, once, rtol=1e-5, atol=1e-6)

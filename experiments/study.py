@@ -20,11 +20,14 @@ checkpoint, their console is mute, and nobody looks at their `Result`.
 import dataclasses
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rich.console import Console
+
+from c2.rl.calls import Launcher
+from c2.rl.in_process import InProcess
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -122,10 +125,12 @@ class Run:
         (`ConfigError`) should be found before the first line of `metrics.jsonl` and the first
         checkpoint: then a new folder is removed, and the corrected command can use it.
       console: where progress and messages are printed.
+      services: makes what starts the services of reinforcement learning.
     """
 
     workdir: Path
     console: Console = dataclasses.field(default_factory=Console)
+    services: Callable[[], Launcher] = InProcess
 
     def save_figure(self, figure: "matplotlib.figure.Figure", name: str, *, caption: str) -> Figure:
         """Writes `figures/NAME.png` into the workdir."""

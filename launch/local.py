@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from c2.rl.calls import LostError
+from c2.rl.calls import LostError, use_threads
 
 START_S = 300.0  # until a service answers; the first compilation of a model takes its time
 _LENGTH = struct.Struct(">Q")
@@ -172,6 +172,7 @@ def serve(path: str) -> None:
 
 
 async def _serve(service: Any, path: str) -> None:
+    use_threads()
     gone, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def watch() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, TaskCancelledError
 
-from c2.rl.calls import LostError
+from c2.rl.calls import LostError, use_threads
 
 CALLS = 4096  # that one actor works on at the same time
 
@@ -20,9 +20,12 @@ class _Actor:
     """The service inside an actor."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
-        self._service = make()
+        self._service, self._threaded = make(), False
 
     async def call(self, method: str, args: tuple) -> Any:
+        if not self._threaded:
+            use_threads()
+            self._threaded = True
         return await getattr(self._service, method)(*args)
 
 

@@ -5,12 +5,22 @@ another process or another machine; a `Launcher` has put it there and puts it th
 has died. `launch.local` does so with processes, `launch.on_ray` with actors.
 """
 
+import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
+
+THREADS = 64  # in which services of a process wait for tools, disks and devices
 
 
 class LostError(Exception):
     """The service has died, or cannot be reached; what was asked of it may or may not be done."""
+
+
+def use_threads() -> None:
+    """Gives the running event loop enough threads for its services; a launcher's first act."""
+    executor = ThreadPoolExecutor(THREADS, thread_name_prefix="service")
+    asyncio.get_running_loop().set_default_executor(executor)
 
 
 class Handle(Protocol):

@@ -13,7 +13,6 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,7 +54,6 @@ class EnvironmentConfig:
       instructions: what the system says, with the tools' schemas behind it; "" says nothing.
       temperature: of sampling.
       patience_s: seconds that a rollout waits for inference that has died.
-      threads: calls of tools and grades that run at the same time.
     """
 
     pool: PoolConfig = field(default_factory=lambda: PoolConfig(backend="zygote"))
@@ -68,13 +66,10 @@ class EnvironmentConfig:
     instructions: str = ""
     temperature: float = 1.0
     patience_s: float = 600.0
-    threads: int = 64
 
     def __post_init__(self) -> None:
         if self.ready < 0:
             raise ConfigError(f"ready: {self.ready}; legal: at least 0")
-        if self.threads < 1:
-            raise ConfigError(f"threads: {self.threads}; legal: at least 1")
         for name in ("temperature", "patience_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}: {getattr(self, name)}; legal: above 0")
@@ -141,7 +136,6 @@ class Environments:
         self._pool = Pool(config.pool)
         if config.ready:
             self._pool.keep_ready(self._spec, config.ready)
-        self._threads = ThreadPoolExecutor(config.threads, thread_name_prefix="tools")
 
     async def ping(self) -> int:
         """Is alive; its process id."""
@@ -150,7 +144,6 @@ class Environments:
     async def close(self) -> None:
         """Ends all sandboxes."""
         await asyncio.to_thread(self._pool.shutdown)
-        self._threads.shutdown()
 
     async def metrics(self) -> dict[str, float]:
         """How many sandboxes there are."""
@@ -163,7 +156,6 @@ class Environments:
           prompt: names the task.
           sample: which rollout of the task.
         """
-        asyncio.get_running_loop().set_default_executor(self._threads)
         task = await asyncio.to_thread(self._task, prompt)
         try:
             handle = await asyncio.to_thread(self._pool.create, self._spec)

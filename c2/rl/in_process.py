@@ -34,12 +34,15 @@ class InProcess:
 
     async def stop(self, name: str) -> None:
         """As `c2.rl.calls.Launcher.stop`."""
+        service = self.services.get(name)
         self.kill(name)
+        if close := getattr(service, "close", None):
+            await close()
 
     async def close(self) -> None:
         """As `c2.rl.calls.Launcher.close`."""
         for name in list(self.services):
-            self.kill(name)
+            await self.stop(name)
 
     def kill(self, name: str) -> None:
         """Lets a service die, with all calls to it."""

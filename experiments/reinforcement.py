@@ -1,0 +1,339 @@
+"""Asynchronous reinforcement learning on generated repair tasks, for studies to build on.
+
+A study has weights and a tokenizer and gives them here with a config; it gets curves, scores on
+held-out tasks, and pages on which every token of some groups can be looked at. The same call goes
+on where it was interrupted.
+"""
+
+import asyncio
+import math
+import random
+import time
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from c2.agent.chat import Tokenizer
+from c2.config import ConfigError, runtime
+from c2.data import tokenizer as tokenizers
+from c2.evals.sampling import best_of_k
+from c2.models import ModelConfig, Params
+from c2.records import Effort, Group, Rollout
+from c2.rl import credit
+from c2.rl.calls import use_threads
+from c2.rl.controller import Controller, ControllerConfig
+from c2.rl.environments import EnvironmentConfig, Environments
+from c2.rl.evaluation import Evaluation, EvaluationConfig
+from c2.rl.inference import Inference
+from c2.rl.inspection import Inspection
+from c2.rl.journal import Journal
+from c2.rl.monitor import group_metrics
+from c2.rl.sampling_weights import OversamplingConfig, kind_weights
+from c2.rl.training import INSPECTED, Training, TrainingConfig
+from c2.rollout.config import EngineConfig
+from c2.sandbox.tasks import minirepo
+from c2.training.checkpoint import Checkpoints
+from c2.training.metrics import MetricsLog
+from experiments.study import Run
+from experiments.viewer import View, write
+
+REMEMBERED = 256  # efforts of a kind of tasks that its difficulty is judged by
+
+
+@dataclass(frozen=True, kw_only=True)
+class TasksConfig:
+    """Which tasks there are.
+
+    Attributes:
+      level: difficulty, see `c2.sandbox.tasks.minirepo`.
+      families: kinds of tasks to train on.
+      oversampling: of kinds that turn out to be hard.
+      held_out: splits that are evaluated, see `minirepo.SPLITS`; "train" are new tasks of the
+        distribution that is trained on.
+      held_out_tasks: of each split.
+      seed: of tasks; those of evaluations do not depend on it.
+    """
+
+    level: int = 1
+    families: tuple[str, ...] = minirepo.FAMILIES
+    oversampling: OversamplingConfig = field(default_factory=OversamplingConfig)
+    held_out: tuple[str, ...] = minirepo.SPLITS
+    held_out_tasks: int = 32
+    seed: int = 0
+
+    def __post_init__(self):
+        for name, values, legal in (
+            ("families", self.families, minirepo.FAMILIES),
+            ("held_out", self.held_out, minirepo.SPLITS),
+        ):
+            if unknown := [value for value in values if value not in legal]:
+                raise ConfigError(f"{name}: {unknown[0]!r}; legal: {', '.join(legal)}")
+        if not self.families:
+            raise ConfigError(f"families: none; legal: {', '.join(minirepo.FAMILIES)}")
+        if self.level not in minirepo.LEVELS:
+            raise ConfigError(f"level: {self.level}; legal: {minirepo.LEVELS}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLConfig:
+    """A run of reinforcement learning.
+
+    Attributes:
+      controller: what runs when.
+      training: how the trainer learns.
+      engine: how inference samples.
+      environments: what agents find.
+      tasks: what they work on.
+      samples: rollouts of each held-out task in an evaluation.
+      rewards: "true", or "shuffled" over the rollouts of a step: a control from which nothing can
+        be learned but what any rewards teach.
+      seed: of the rollouts.
+    """
+
+    controller: ControllerConfig
+    training: TrainingConfig
+    engine: EngineConfig
+    environments: EnvironmentConfig
+    tasks: TasksConfig = field(default_factory=TasksConfig)
+    samples: int = 8
+    rewards: Literal["true", "shuffled"] = "true"
+    seed: int = 0
+    eval_slots: int = runtime(32)
+
+
+class Prompts:
+    """Tasks by their place in the order, each different from all others."""
+
+    def __init__(self, config: TasksConfig, steps: int, groups: int) -> None:
+        self._config, self._total = config, steps * groups
+        self._spent: dict[str, deque[Effort]] = defaultdict(partial(deque, maxlen=REMEMBERED))
+
+    def note(self, task: str, rollout: Rollout) -> None:
+        """Takes note of what a rollout has cost."""
+        self._spent[family(task)].append(rollout.effort)
+
+    def __call__(self, index: int) -> str:
+        """The id of a task."""
+        config, progress = self._config, index / self._total
+        weights = kind_weights(self._spent, config.oversampling, progress)
+        rng = random.Random(f"{config.seed}/{index}")
+        chances = [weights.get(name, 1.0) for name in config.families]
+        (chosen,) = rng.choices(config.families, chances)
+        seed = rng.getrandbits(40)
+        return minirepo.draw(seed, config.level, "train", families=[chosen]).id
+
+
+def held_out(config: TasksConfig) -> dict[str, tuple[str, ...]]:
+    """The ids of the tasks of evaluations, by split."""
+    families = minirepo.FAMILIES
+    return {
+        part: tuple(
+            minirepo.draw(-1 - i, config.level, part, families=families).id
+            for i in range(config.held_out_tasks)
+        )
+        for part in config.held_out
+    }
+
+
+def family(task: str) -> str:
+    """The kind of a task, from its id."""
+    return task.split("/")[1]
+
+
+def assign(groups: Sequence[Group], config: RLConfig) -> credit.Credit:
+    """What a step learns from."""
+    shape = config.controller.schedule
+    if config.rewards == "shuffled":
+        groups = shuffled(groups, seed=config.seed)
+    return credit.assign(groups, config.training.objective, rollouts=shape.groups * shape.group)
+
+
+def shuffled(groups: Sequence[Group], *, seed: int) -> list[Group]:
+    """The same groups with rewards permuted over all rollouts that have one."""
+    kept = [r for group in groups for r in group.rollouts if not r.failed]
+    names = "/".join(group.task for group in groups)
+    rewards = [rollout.reward for rollout in kept]
+    random.Random(f"{seed}/{names}").shuffle(rewards)
+    given = iter(rewards)
+    return [
+        replace(
+            group,
+            rollouts=tuple(
+                r if r.failed else replace(r, reward=next(given)) for r in group.rollouts
+            ),
+        )
+        for group in groups
+    ]
+
+
+def train(
+    config: RLConfig,
+    model: ModelConfig,
+    params: Params,
+    tokenizer: Path,
+    folder: Path,
+    run: Run,
+) -> dict[int, dict[str, dict[str, list[float]]]]:
+    """Trains, or goes on.
+
+    Args:
+      config: how.
+      model: model configuration.
+      params: to begin with.
+      tokenizer: the policy's `tokenizer.json`.
+      folder: for journal, checkpoints, weights, metrics and pages.
+      run: where services are started and progress is told.
+
+    Returns:
+      Scores by version, as `c2.rl.evaluation.Evaluation.evaluate` gives them.
+    """
+    start, store = folder / "start", str(folder / "weights")
+    with_params = Checkpoints(start)
+    if with_params.latest() is None:
+        with_params.save(0, {"params": params})
+    with_params.close()
+    shape = config.controller.schedule
+    make_tokenizer = partial(tokenizers.load, tokenizer)
+    prompts = Prompts(config.tasks, shape.steps, shape.groups)
+    evaluation = EvaluationConfig(
+        tasks=held_out(config.tasks), samples=config.samples, slots=config.eval_slots
+    )
+    with Journal(folder / "journal") as journal, MetricsLog(folder) as log:
+        log.rewind(len(journal.batches))
+        observer = Observer(config, journal, log, prompts, run)
+        controller = Controller(
+            config.controller,
+            launcher := run.services(),
+            journal,
+            training=partial(
+                Training, config.training, model, steps=shape.steps, start=str(start),
+                workdir=str(folder), store=store,
+            ),
+            inference=partial(Inference, model, config.engine, store),
+            environments=lambda inference: partial(
+                Environments, config.environments, make_tokenizer, inference, seed=config.seed
+            ),
+            evaluation=partial(
+                Evaluation, evaluation, config.environments, make_tokenizer, model, config.engine,
+                store=store, folder=str(folder / "pinned"),
+            ),
+            prompt=prompts,
+            credit=partial(assign, config=config),
+            observe=observer,
+        )  # fmt: skip
+
+        async def play() -> None:
+            use_threads()
+            try:
+                await controller.run()
+            finally:
+                await launcher.close()
+
+        asyncio.run(play())
+        write_pages(folder, journal, make_tokenizer())
+        return dict(journal.evaluations)
+
+
+def write_pages(folder: Path, journal: Journal, tokenizer: Tokenizer) -> None:
+    """Writes the viewer's page with the groups of all steps that were inspected."""
+    views = []
+    for path in sorted((folder / INSPECTED).glob("*.safetensors")):
+        step, seen = int(path.stem), Inspection(path)
+        for index in sorted(journal.batches[step]):
+            group = Group(
+                task=journal.prompts[index], rollouts=tuple(journal.rollouts(index).values())
+            )
+            known = {
+                (i, j): seen.of(link)
+                for i, rollout in enumerate(group.rollouts)
+                for j, link in enumerate(rollout.generations)
+            }
+            trainer = {at: found for at, found in known.items() if found}
+            views.append(View(step=step, group=group, trainer=trainer))
+    write(folder / "trajectories.html", views, tokenizer.decode, title="Rollouts, group by group")
+
+
+class Observer:
+    """Turns the controller's news into metrics, lines for a person, and memory of tasks."""
+
+    def __init__(
+        self, config: RLConfig, journal: Journal, log: MetricsLog, prompts: Prompts, run: Run
+    ) -> None:
+        self._steps = config.controller.schedule.steps
+        self._journal, self._log, self._prompts, self._run = journal, log, prompts, run
+        self._engine: dict[str, float] = {}
+        self._since, self._tokens, self._rollouts = time.monotonic(), 0, 0
+
+    def __call__(self, kind: str, event: Mapping[str, Any]) -> None:
+        """As `c2.rl.controller.Observe`."""
+        match kind:
+            case "rollout":
+                rollout: Rollout = event["rollout"]
+                self._tokens += rollout.sampled_tokens
+                self._rollouts += 1
+                self._prompts.note(self._journal.prompts[event["job"].group], rollout)
+            case "weights":
+                self._engine = {f"engine/{name}": value for name, value in event.items()}
+            case "step":
+                self._step(event)
+            case "evaluation":
+                parts = (f"{part} {text}" for part, text in told(event["found"]).items())
+                self._say(f"version {event['version']} | {', '.join(parts)}")
+            case "death":
+                self._say(f"{event['reason']}; starting it again")
+
+    def _step(self, event: Mapping[str, Any]) -> None:
+        step, journal = event["step"], self._journal
+        groups = [
+            Group(task=journal.prompts[i], rollouts=tuple(journal.rollouts(i).values()))
+            for i in journal.batches[step]
+        ]
+        seen = group_metrics(groups)
+        seconds = time.monotonic() - self._since
+        speeds = {
+            "seconds": seconds,
+            "rollouts_per_second": self._rollouts / seconds,
+            "tokens_per_second": self._tokens / seconds,
+        }
+        self._since, self._tokens, self._rollouts = time.monotonic(), 0, 0
+        oldest = min((r.oldest_version for g in groups for r in g.rollouts), default=step)
+        line = {**seen, **event, **self._engine, **speeds, "staleness": step - oldest}
+        self._log.write(step + 1, {name: x for name, x in line.items() if name != "step"})
+        self._say(
+            f"step {step + 1} of {self._steps} | reward {seen['reward']:.3f} | pass "
+            f"{seen['correct']:.3f} | best of group {seen['best_of_group']:.3f} | entropy "
+            f"{event.get('entropy', float('nan')):.3f} | mismatch "
+            f"{event.get('mismatch', float('nan')):.1e} | staleness {step - oldest} | "
+            f"{speeds['rollouts_per_second']:.1f} rollouts/s"
+        )
+
+    def _say(self, text: str) -> None:
+        self._run.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def told(found: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, str]:
+    """Scores of an evaluation in words, by split."""
+    return {
+        part: f"pass {scores['pass@1']:.3f} best {scores['best']:.3f}"
+        for part, scores in ((part, score(tasks)) for part, tasks in found.items())
+    }
+
+
+def score(tasks: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Mean over tasks of a split: ``pass@1``, and ``best`` of as many as there are samples.
+
+    Rollouts that the infrastructure has failed are left out.
+    """
+    kept = [np.array([x for x in scores if x == x]) for scores in tasks.values()]
+    kept = [scores for scores in kept if len(scores)]
+    if not kept:
+        return {"pass@1": math.nan, "best": math.nan}
+    return {
+        "pass@1": float(np.mean([scores.mean() for scores in kept])),
+        "best": float(np.mean([best_of_k(scores, len(scores)) for scores in kept])),
+    }

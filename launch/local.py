@@ -93,13 +93,13 @@ class LocalLauncher:
     """A `c2.rl.calls.Launcher` of processes.
 
     Args:
-      environment: variables of the processes beside this one's, by service.
+      environment: variables of the processes beside this one's.
       logs: folder for what they print, a file per service; none: this process's standard error.
     """
 
     def __init__(
         self,
-        environment: Mapping[str, Mapping[str, str]] | None = None,
+        environment: Mapping[str, str] | None = None,
         logs: Path | None = None,
     ) -> None:
         self._environment, self._logs = environment or {}, logs
@@ -118,7 +118,7 @@ class LocalLauncher:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "launch.local", str(path),
                 stdin=asyncio.subprocess.PIPE, stdout=output or 2, stderr=output,
-                env={**os.environ, **self._environment.get(name, {})},
+                env={**os.environ, **self._environment},
             )  # fmt: skip
         self._processes[name] = process
         _write(process.stdin, pickle.dumps(make))  # the pipe stays open: its end is our end

@@ -39,7 +39,7 @@ from rich.console import Console
 from c2.config import ConfigError, differences, from_dict, override, to_dict
 from experiments import registry
 from experiments.study import Run
-from launch import jax_setup, processes, provenance, report, run_dir
+from launch import jax_setup, processes, provenance, report, run_dir, services
 from launch.processes import Processes
 
 
@@ -56,6 +56,7 @@ class Options:
     overrides: tuple[str, ...]
     workdir: str | None
     processes: Processes
+    services: str
     list: bool
     print_config: bool
     dry_run: bool
@@ -78,7 +79,7 @@ def parse(argv: Sequence[str], values: flags.FlagValues = flags.FLAGS) -> Option
         raise ConfigError(f"{error} (--help lists the flags)") from error
     if stray:
         raise ConfigError(f"unexpected argument {stray[0]!r}; all arguments are --NAME=VALUE")
-    names = ("config", "workdir", "list", "print_config", "dry_run", "debug")
+    names = ("config", "workdir", "services", "list", "print_config", "dry_run", "debug")
     spread = (values[name].value for name in ("processes", "process_id", "coordinator"))
     return Options(
         command=("python", "-m", "launch.main", *argv[1:]),
@@ -168,6 +169,14 @@ def _define(values: flags.FlagValues) -> None:
         "HOST:PORT at which process 0 waits for the others.",
         **define,
     )
+    flags.DEFINE_enum(
+        "services",
+        "local",
+        services.KINDS,
+        "Where the services of reinforcement learning run: in processes of this machine, in actors"
+        " of Ray (of the cluster at RAY_ADDRESS, else one started here), or inside this process.",
+        **define,
+    )
     flags.DEFINE_bool("list", False, "List the studies.", **define)
     flags.DEFINE_bool("print_config", False, "Print the resolved config as JSON.", **define)
     flags.DEFINE_bool("dry_run", False, "Check everything and write nothing.", **define)
@@ -194,6 +203,7 @@ def _dispatch(options: Options) -> int:
     changes = differences(to_dict(defaults), to_dict(config))
     if not (spread.alone or study.multi_process):
         raise ConfigError(f"--processes: {study.title} runs on one process; legal: 1")
+    make_services = services.launcher(options.services, workdir)
     folder = run_dir.check(workdir, study, config)  # all look before they meet, one writes after
     index = 0
     if not (options.dry_run or (spread.alone and folder.state == "finished")):
@@ -214,7 +224,8 @@ def _dispatch(options: Options) -> int:
             "versions": provenance.versions(),
             "machine": provenance.machine(),
         }
-        _run(console, study, config, workdir, start, index)
+        run = Run(workdir=workdir, console=console, services=make_services)
+        _run(run, study, config, start, index)
     return 0
 
 
@@ -246,15 +257,8 @@ def resolve(spec: str, overrides: Sequence[str] = ()) -> tuple[registry.Study, A
     return study, defaults, override(config, overrides)
 
 
-def _run(
-    console: Console,
-    study: registry.Study,
-    config: Any,
-    workdir: Path,
-    start: dict[str, Any],
-    index: int,
-) -> None:
-    run = Run(workdir=workdir, console=console)
+def _run(run: Run, study: registry.Study, config: Any, start: dict[str, Any], index: int) -> None:
+    workdir = run.workdir
     if index > 0:
         with _logged(workdir / f"error.{index}.log"):
             study.run(config, run)
@@ -273,7 +277,7 @@ def _run(
             stored = report.to_dict(result, study, ending)
             run_dir.write_text(workdir / run_dir.REPORT, text)
             run_dir.write_json(workdir / run_dir.RESULT, stored)
-    _show(console, stored, workdir)
+    _show(run.console, stored, workdir)
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ def test_known_values():
 
 
 def test_it_is_unbiased_unlike_the_plug_in_estimate():
-    """Attempts are right with chance p: its mean is 1 - (1 - p)^k, that of 1 - (1 - c / n)^k is not."""
+    """Its mean is 1 - (1 - p)^k where p is the chance to be right; that of the other is not."""
     p, n, k = 0.3, 6, 4
     counts = np.random.default_rng(0).binomial(n, p, 40_000)
     exact = 1 - (1 - p) ** k

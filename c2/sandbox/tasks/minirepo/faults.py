@@ -36,12 +36,22 @@ def _boundary(package: Package, target: Function) -> Iterator[Package]:
 
 
 def _name(package: Package, target: Function) -> Iterator[Package]:
-    """Another variable in scope, or a name with its last letter missing."""
+    """Another variable in scope, or a name with its last letter missing.
+
+    Not where a loop would go through a list that it appends to, for ever.
+    """
     nodes = [node for node in ast.walk(_parsed(target)) if isinstance(node, ast.Name)]
     local = [node.id for node in nodes if isinstance(node.ctx, ast.Store)]
     scope = list(dict.fromkeys([*target.params, *local]))
     pairs = [(old, new) for old in scope for new in (*scope, old[:-1]) if new != old]
-    return _substituted(package, target, [(rf"\b{old}\b", new) for old, new in pairs])
+    found = _substituted(package, target, [(rf"\b{old}\b", new) for old, new in pairs])
+    return (spoilt for spoilt in found if not _is_endless(spoilt.function(target.name)))
+
+
+def _is_endless(function: Function) -> bool:
+    text = "\n".join(function.body)
+    looped = re.findall(r"\bin (\w+):", text)
+    return any(f"{name}.append(" in text for name in looped)
 
 
 def _import(package: Package, target: Function) -> Iterator[Package]:

@@ -1,0 +1,90 @@
+"""Demonstrations of scripted agents as data for fine-tuning, before anything is rewarded."""
+
+import hashlib
+import random
+from dataclasses import dataclass
+
+import numpy as np
+
+from c2.agent.demonstrations import demonstrate
+from c2.config import ConfigError
+from c2.data.store import TokenStore
+from c2.data.tokenizer import Tokenizer
+from c2.rl.environments import EnvironmentConfig
+from c2.sandbox.tasks import minirepo
+from c2.sandbox.tasks.minirepo import policies
+from c2.sandbox.tasks.task import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemonstrationsConfig:
+    """What is shown.
+
+    The agent knows the solution: it reads, edits once and is done. How often it looks at tests is
+    for a policy to find out, so it looks at them as rarely as this says, and it is never seen to
+    repair an edit of its own.
+
+    Attributes:
+      count: conversations.
+      level: of the tasks, see `c2.sandbox.tasks.minirepo`.
+      families: kinds of tasks; a kind that is left out is for rewards to teach.
+      test_before: how often it runs the tests before it edits, 0 to 1.
+      test_after: how often it runs them after.
+      others: what tokens that the agent did not write count; its own count 1.
+      seed: of tasks and habits.
+    """
+
+    count: int = 4000
+    level: int = 1
+    families: tuple[str, ...] = minirepo.FAMILIES
+    test_before: float = 0.1
+    test_after: float = 0.3
+    others: float = 0.1
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.count < 1:
+            raise ConfigError(f"count: {self.count}; legal: at least 1")
+        for name in ("test_before", "test_after", "others"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name}: {getattr(self, name)}; legal: 0 to 1")
+        if unknown := [name for name in self.families if name not in minirepo.FAMILIES]:
+            raise ConfigError(f"families: {unknown[0]!r}; legal: {', '.join(minirepo.FAMILIES)}")
+        if not self.families:
+            raise ConfigError(f"families: none; legal: {', '.join(minirepo.FAMILIES)}")
+
+
+def make_store(
+    config: DemonstrationsConfig, tokenizer: Tokenizer, environments: EnvironmentConfig
+) -> TokenStore:
+    """The demonstrations as documents, with weights of tokens.
+
+    Args:
+      config: what is shown.
+      tokenizer: of the policy that is to learn.
+      environments: whose tools, syntax and budgets are used.
+    """
+    rng = random.Random(f"demonstrations/{config.seed}")
+    tasks = [
+        minirepo.draw(rng.getrandbits(40), config.level, families=config.families)
+        for _ in range(config.count)
+    ]
+
+    def script(task: Task) -> policies.Policy:
+        before, after = (rng.random() < p for p in (config.test_before, config.test_after))
+        return policies.expert(task, test_before=before, test_after=after)
+
+    links = demonstrate(
+        tasks, script, tokenizer, syntax=environments.syntax, tools=environments.tools,
+        budgets=environments.harness,
+    )  # fmt: skip
+    tokens = np.concatenate([link.tokens for link in links]).astype(tokenizer.dtype)
+    own = np.concatenate([link.loss_mask for link in links])
+    return TokenStore(
+        tokens=tokens,
+        offsets=np.cumsum([0, *(len(link.tokens) for link in links)], dtype=np.int64),
+        prompts=np.zeros(len(links), np.int32),
+        sources=np.zeros(len(links), np.int32),
+        fingerprint=hashlib.blake2b(tokens.tobytes() + own.tobytes(), digest_size=16).hexdigest(),
+        weights=np.where(own, 1, config.others).astype(np.float16),
+    )

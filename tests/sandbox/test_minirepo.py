@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from c2.config import ConfigError
 from c2.sandbox.tasks import in_process, tools
-from c2.sandbox.tasks.minirepo import , draw(
+from c2.sandbox.tasks.minirepo import (
     FAMILIES,
     LEVELS,
     SPLITS,

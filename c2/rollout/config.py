@@ -1,9 +1,10 @@
 """What an engine is built for, and what it can be asked for."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+
+import numpy as np
 
 from c2.config import ConfigError
 
@@ -83,12 +84,12 @@ class Request:
             raise ConfigError("prompt: it is empty; legal: at least one token")
         if self.max_tokens < 1:
             raise ConfigError(f"max_tokens: {self.max_tokens}; legal: at least 1")
-        if not 0 <= self.temperature < math.inf:
-            raise ConfigError(f"temperature: {self.temperature}; legal: at least 0, finite")
-        if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"top_k: {self.top_k}; legal: at least 1, or none")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p: {self.top_p}; legal: above 0, up to 1")
+        if self.temperature and not 1e-3 <= self.temperature <= 1e3:
+            raise ConfigError(f"temperature: {self.temperature}; legal: 0, or 0.001 to 1000")
+        if self.top_k is not None and not 1 <= self.top_k < 2**31:
+            raise ConfigError(f"top_k: {self.top_k}; legal: 1 to {2**31 - 1}, or none")
+        if not 1e-6 <= self.top_p <= 1:
+            raise ConfigError(f"top_p: {self.top_p}; legal: 0.000001 to 1")
         for name in ("seed", "id"):
             if not 0 <= getattr(self, name) < SEEDS:
                 raise ConfigError(f"{name}: {getattr(self, name)}; legal: 0 to {SEEDS - 1}")
@@ -105,9 +106,11 @@ def check(request: Request, cfg: EngineConfig, vocab: int) -> None:
     Raises:
       ConfigError: in one line.
     """
-    ids = (*request.prompt, *request.stop, *request.forced.values())
-    if wrong := [i for i in ids if not 0 <= i < vocab]:
-        raise ConfigError(f"prompt, stop, forced: token {wrong[0]}; legal: 0 to {vocab - 1}")
+    for name in ("prompt", "stop", "forced"):
+        given = getattr(request, name)
+        ids = np.asarray(list(given.values()) if name == "forced" else given, np.int64)
+        if (wrong := ids[(ids < 0) | (ids >= vocab)]).size:
+            raise ConfigError(f"{name}: token {wrong[0]}; legal: 0 to {vocab - 1}")
     if len(request.prompt) + request.max_tokens > cfg.capacity:
         raise ConfigError(
             f"prompt and max_tokens: {len(request.prompt)} + {request.max_tokens} tokens; legal: "

@@ -14,18 +14,15 @@ import math
 import os
 import re
 import shlex
-import string
 import sys
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path, PurePosixPath
-from typing import Any
 
-import yaml
 from absl import flags
 
 from c2.config import ConfigError
 from launch import jax_setup, main, processes, run_dir
+from launch.fill import as_yaml, fill, pair, require
 
 KINDS = ("slurm", "jobset")
 GRACE_SECONDS = 120  # between being asked to stop and being stopped
@@ -63,10 +60,6 @@ class Request:
     time: str
     restarts: int
     out: str
-
-
-class _Template(string.Template):
-    delimiter = "@"  # "$" means something in both kinds of files
 
 
 def parse(argv: Sequence[str]) -> Request:
@@ -113,7 +106,7 @@ def render(request: Request) -> str:
     Raises:
       ConfigError: if a value is missing or not legal.
     """
-    _require("name", request.name, _LABEL, "lower-case letters, digits and -, at most 40")
+    require("name", request.name, _LABEL, "lower-case letters, digits and -, at most 40")
     return _slurm(request) if request.kind == "slurm" else _jobset(request)
 
 
@@ -145,9 +138,9 @@ def _slurm(request: Request) -> str:
     legal = {"partition": _PARTITION, "account": _PARTITION, "time": _TIME}
     for name, pattern in legal.items():
         if value := getattr(request, name):
-            _require(name, value, pattern, f"what matches {pattern}")
+            require(name, value, pattern, f"what matches {pattern}")
             options[name] = value
-    return _fill(
+    return fill(
         "slurm.sh",
         name=request.name,
         nodes=_nodes(request),
@@ -164,13 +157,13 @@ def _jobset(request: Request) -> str:
     for name in ("partition", "account", "time"):
         if getattr(request, name):
             raise ConfigError(f"--{name}: means nothing to Kubernetes")
-    _require("image", request.image, r"[\w.:/@-]+", "the name of a container image")
-    _require("claim", request.claim, r"[a-z0-9.-]+:/[^:]*", "NAME:/FOLDER")
+    require("image", request.image, r"[\w.:/@-]+", "the name of a container image")
+    require("claim", request.claim, r"[a-z0-9.-]+:/[^:]*", "NAME:/FOLDER")
     claim, mount = request.claim.split(":")
     inside = PurePosixPath(request.workdir)
     if ".." in inside.parts or not inside.is_relative_to(mount):
         raise ConfigError(f"--workdir: {request.workdir!r} is not legal; legal: a path in {mount}")
-    selector = dict(_pair(word) for word in request.node_selector)
+    selector = dict(pair("node_selector", word) for word in request.node_selector)
     # The cluster puts what it finds for $(NAME) into commands; $$ is a $.
     command = [word.replace("$", "$$") for word in request.command]
     annotations = {}
@@ -206,7 +199,7 @@ def _jobset(request: Request) -> str:
         "mount": mount,
         "claim": claim,
     }
-    return _fill("jobset.yaml", **{name: _yaml(value) for name, value in values.items()})
+    return fill("jobset.yaml", **{name: as_yaml(value) for name, value in values.items()})
 
 
 def _nodes(request: Request) -> int:
@@ -233,28 +226,6 @@ def _slice(request: Request) -> tuple[str, int]:
     if chips > CHIPS_PER_HOST and chips % CHIPS_PER_HOST:
         raise ConfigError(f"--topology: {chips} chips do not fill hosts of {CHIPS_PER_HOST}")
     return label, chips
-
-
-def _pair(word: str) -> tuple[str, str]:
-    _require("node_selector", word, r"[\w./-]+=[\w.-]*", "KEY=VALUE")
-    key, _, value = word.partition("=")
-    return key, value
-
-
-def _require(flag: str, value: str, pattern: str, legal: str) -> None:
-    if not re.fullmatch(pattern, value, re.ASCII):
-        raise ConfigError(f"--{flag}: {value!r} is not legal; legal: {legal}")
-
-
-def _yaml(value: Any) -> str:
-    """One line, with quotes and escapes where they are needed."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, sort_keys=False)
-    return text.removesuffix("...\n").rstrip("\n")
-
-
-def _fill(template: str, **values: Any) -> str:
-    text = resources.files("launch").joinpath("templates", template).read_text(encoding="utf-8")
-    return _Template(text).substitute(values)
 
 
 def _define(values: flags.FlagValues) -> None:

@@ -21,6 +21,7 @@ from c2.models.transformer import (
     head,
     init,
     init_cache,
+    logits,
     spec,
     trunk,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "head",
     "init",
     "init_cache",
+    "logits",
     "presets",
     "spec",
     "trunk",

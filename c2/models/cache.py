@@ -21,7 +21,7 @@ class Tokens:
     sin: jax.Array  # [batch, seq, rotary // 2]
     positions: jax.Array  # [batch, seq]
     segment_ids: jax.Array  # [batch, seq], 0 on padding
-    cached: jax.Array | None = None  # int32 [batch], tokens in the cache; None without a cache
+    cached: jax.Array | None = None  # int32 [batch], tokens in the cache; None if there are none
 
 
 @struct.dataclass
@@ -87,22 +87,31 @@ def attend(
       [batch, seq, heads, v] in the dtype of the new values; softmax and sums are computed in f32.
     """
     batch, seq, heads, features = q.shape
-    kv_heads = new[0].shape[2]
-    q = (q * scale).reshape(batch, seq, kv_heads, heads // kv_heads, features)
+    kv_heads, capacity = new[0].shape[2], past[0].shape[1]
+    grouped = batch, kv_heads, heads // kv_heads, seq
+    # Both products have the cache on the side on which XLA:CPU takes it as it lies; elsewhere it
+    # would be transposed first. Barriers keep it from swapping the sides back.
+    columns = (q * scale).reshape(batch, seq, kv_heads, -1, features).transpose(0, 2, 4, 3, 1)
+    columns = columns.reshape(batch, kv_heads, features, -1)
 
     def scores(keys, visible):
-        raw = jnp.einsum("bsgrd,btgd->bgrst", q, keys, preferred_element_type=jnp.float32)
+        raw = jnp.einsum("btgd,bgdn->bgtn", keys, columns, preferred_element_type=jnp.float32)
+        raw = jax.lax.optimization_barrier(raw).swapaxes(2, 3).reshape(*grouped, -1)
         return jnp.where(visible[:, None, None], raw, MASKED)
 
-    held = jnp.arange(past[0].shape[1]) < tokens.cached[:, None]  # [batch, capacity]
+    held = jnp.arange(capacity) < tokens.cached[:, None]  # [batch, capacity]
     index = jnp.arange(seq)
     causal = (index[:, None] >= index) & (tokens.segment_ids > 0)[:, None, :]
-    both = [scores(past[0], held[:, None]), scores(new[0], causal)]
-    weights = jax.nn.softmax(jnp.concatenate(both, -1), axis=-1).astype(new[1].dtype)
+    both = jnp.concatenate([scores(past[0], held[:, None]), scores(new[0], causal)], axis=-1)
+    # rounded where flash attention rounds: weights before they are divided by their sum
+    weights = jnp.exp(both - both.max(-1, keepdims=True))
+    total = weights.sum(-1).reshape(batch, kv_heads, -1, 1)
 
     def mix(weights, values):
-        return jnp.einsum("bgrst,btgd->bsgrd", weights, values, preferred_element_type=jnp.float32)
+        weights = weights.astype(values.dtype)
+        rows = jax.lax.optimization_barrier(weights.reshape(batch, kv_heads, -1, values.shape[1]))
+        return jnp.einsum("bgnt,btgd->bgnd", rows, values, preferred_element_type=jnp.float32)
 
-    capacity = past[0].shape[1]
     out = mix(weights[..., :capacity], past[1]) + mix(weights[..., capacity:], new[1])
-    return out.reshape(batch, seq, heads, -1).astype(new[1].dtype)
+    out = jax.lax.optimization_barrier((out / total).astype(new[1].dtype)).reshape(*grouped, -1)
+    return jnp.moveaxis(out, 3, 1).reshape(batch, seq, heads, -1)

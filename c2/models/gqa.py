@@ -80,8 +80,9 @@ def attention(
         q = rope.rotate(q, tokens.cos, tokens.sin, cfg.rope)
         k = rope.rotate(k, tokens.cos, tokens.sin, cfg.rope)
     scale = rope.attention_scale(cfg.rope.yarn, a.qk)
+    entry = None if past is None else KeysValues(k=k, v=v)
     with jax.named_scope("gqa_attend"):
-        if past is None:
+        if past is None or tokens.cached is None:
             # every query head gets a copy of its keys: the kernel knows no groups
             k, v = (k, v) if gather is None else (gather(k), gather(v))
             repeated = (jnp.repeat(heads, a.heads // a.kv_heads, axis=2) for heads in (k, v))
@@ -89,8 +90,6 @@ def attention(
             mixed = flash_attention(
                 q, *repeated, tokens.segment_ids, scale=scale, impl=cfg.kernels, **visible
             )
-            entry = None
         else:
             mixed = attend(q, (past.k, past.v), (k, v), tokens, scale)
-            entry = KeysValues(k=k, v=v)
     return project(mixed, p.out, contract=2), entry

@@ -74,8 +74,9 @@ def attention(
       p: parameters.
       tokens: positions' angles and segments.
       cfg: model configuration.
-      past: this layer's cached entries [batch, capacity, kv_latent + rope], or None. With a cache
-        keys and values are never expanded: their projections act on queries and outputs instead.
+      past: this layer's cached entries [batch, capacity, kv_latent + rope], or None. With tokens
+        in the cache keys and values are never expanded: their projections act on queries and
+        outputs instead.
       gather: of context parallelism: from [batch, seq, ...] of this rank's tokens to
         [batch, all, ...] of those of all ranks, in any order.
       exchange: what is gathered. With "latents", ranks tell each other ``kv_latent + rope`` numbers
@@ -101,7 +102,7 @@ def attention(
         q_nope, q_rope = jnp.split(project(q_latent, p.q_up), [a.nope], axis=-1)
         q_rope = rope.rotate(q_rope, tokens.cos, tokens.sin, cfg.rope)
     scale = rope.attention_scale(cfg.rope.yarn, a.qk)
-    if past is not None:
+    if past is not None and tokens.cached is not None:
         mixed = _absorbed(q_nope, q_rope, entry, past, p, tokens, cfg, scale)
         return project(mixed, p.out, contract=2), entry
     q = jnp.concatenate([q_nope, q_rope], axis=-1)  # [batch, seq, heads, nope + rope]
@@ -118,7 +119,7 @@ def attention(
 
     numbers = math.prod(latent.shape[:2]) * a.heads * (a.qk + a.v)
     mixed = by_heads(attend_heads, q, p.kv_up, numbers * latent.dtype.itemsize)
-    return project(mixed, p.out, contract=2), None
+    return project(mixed, p.out, contract=2), None if past is None else entry
 
 
 def _keys_values(latent, k_rope, kv_up, a: MLAConfig):

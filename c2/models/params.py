@@ -50,6 +50,14 @@ class ParamSpec:
         """Number of elements."""
         return math.prod(self.shape)
 
+    def used_as(self, dtype: Any) -> Any:
+        """The type that the forward pass reads this tensor in if it multiplies in ``dtype``.
+
+        To round a parameter to it early changes no result: publishers and engines do.
+        """
+        matrix = len(self.axes) - ("layer" in self.axes) > 1
+        return dtype if matrix and not self.exact else self.dtype
+
 
 def stack(tree: Any, layers: int) -> Any:
     """The same table with a leading "layer" axis on every tensor, for `jax.lax.scan`."""

@@ -12,7 +12,7 @@ from c2.models import blocks, moe, mtp, params, rope
 from c2.models.blocks import Blocks, DenseLayer, MoELayer
 from c2.models.cache import Cache, Tokens, append, next_positions
 from c2.models.config import ModelConfig
-from c2.models.layers import norm_spec, project, rms_norm
+from c2.models.layers import norm_spec, rms_norm
 from c2.models.mtp import MTP
 from c2.models.params import ParamSpec
 
@@ -105,6 +105,16 @@ def count(cfg: ModelConfig) -> ParamCount:
 def head(p: Params) -> jax.Array:
     """The language-model head [embed, vocab]."""
     return p.embed.T if p.head is None else p.head
+
+
+def logits(hidden: jax.Array, p: Params) -> jax.Array:
+    """Logits of hidden states [..., embed] for the head, f32 [..., vocab].
+
+    Factors have the dtype of ``hidden``; sums are not rounded to it, as in the losses.
+    """
+    rows, matrix = hidden.reshape(-1, hidden.shape[-1]), head(p).astype(hidden.dtype)
+    out = jnp.dot(rows, matrix, preferred_element_type=jnp.float32)
+    return out.reshape(*hidden.shape[:-1], -1)
 
 
 def init_cache(cfg: ModelConfig, batch: int, capacity: int) -> Cache:
@@ -226,6 +236,5 @@ def forward(
         attention=attention,
         experts=experts,
     )
-    logits = project(below.hidden, head(p)).astype(jnp.float32)
     metrics = {"expert_load": below.expert_load}
-    return Output(logits, below.hidden, below.routes, below.cache, metrics)
+    return Output(logits(below.hidden, p), below.hidden, below.routes, below.cache, metrics)

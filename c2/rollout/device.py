@@ -19,6 +19,10 @@ from c2.rollout import layers, programs, speculation
 from c2.rollout.config import EngineConfig
 from c2.rollout.programs import Chunk, Emitted, Slots
 
+# Else XLA leaves out roundings to bf16 where fusion lets it, in every program other ones, and an
+# engine's numbers are further from the trainer's than they need be.
+_ROUND_AS_WRITTEN = {"xla_allow_excess_precision": False}
+
 
 class Device:
     """One accelerator, or one core of a CPU; its methods block until results are on the host."""
@@ -57,18 +61,19 @@ class Device:
         return len(self._programs)
 
     def place(self, params: Params) -> Params:
-        """Moves parameters here, in the types that the forward pass multiplies in, and waits.
+        """Moves parameters here, in the form that the forward pass multiplies with, and waits.
+
+        Args:
+          params: masters as of `c2.models.spec`, or what was published of them, from
+            `c2.weights.serving.restore`.
 
         Raises:
           ConfigError: if they are not those of this model.
         """
-        specs = models.spec(self.cfg)
-        if jax.tree.structure(params) != jax.tree.structure(specs):
-            raise ConfigError("params: their tree is not the model's; legal: as `c2.models.spec`")
-
-        for spec, leaf in zip(jax.tree.leaves(specs), jax.tree.leaves(params), strict=True):
-            if leaf.shape != spec.shape:
-                raise ConfigError(f"params: shape {leaf.shape}; legal for it: {spec.shape}")
+        legal = self._legal(params)
+        for leaf, shape in zip(jax.tree.leaves(params), jax.tree.leaves(legal), strict=True):
+            if leaf.shape != shape.shape:
+                raise ConfigError(f"params: shape {leaf.shape}; legal for it: {shape.shape}")
         return jax.block_until_ready(self._serving(params))
 
     def swap(self, params: Params) -> None:
@@ -76,9 +81,19 @@ class Device:
         self.params = params
 
     def prefill(self, chunk: Chunk) -> np.ndarray:
-        """See `c2.rollout.programs.prefill`; returns the routes."""
-        self._state, routes = self._programs["prefill"](self.params, self._state, chunk)
-        return np.asarray(routes)
+        """See `c2.rollout.programs.prefill`; returns the routes.
+
+        A row's own length, not its company, says which program reads it: they round differently.
+        """
+        begins, routes = chunk.length == 0, np.int16(0)
+        for name, mine in (("prefill_first", begins), ("prefill", ~begins)):
+            count = np.where(mine, chunk.count, np.int32(0))
+            if count.any():
+                slot = np.where(mine, chunk.slot, np.int32(self.engine.slots))
+                part = chunk.replace(slot=slot, count=count)
+                self._state, read = self._programs[name](self.params, self._state, part)
+                routes = np.where(mine[:, None, None, None], read, routes)
+        return routes
 
     def decode(self, slots: Slots, *, speculate: bool = False) -> Emitted:
         """See `c2.rollout.programs.decode`; returns numpy arrays."""
@@ -108,12 +123,26 @@ class Device:
         """See `c2.rollout.programs.take`."""
         self._state = self._programs["take"](self._state, np.int32(entry), np.int32(slot))
 
+    def _legal(self, params: Params) -> Params:
+        """The shapes of masters, or of what is published, whichever ``params`` are."""
+        masters = models.abstract(self.cfg)
+        published = jax.eval_shape(partial(layers.published, cfg=self.cfg), masters)
+        for form in (masters, published):
+            if jax.tree.structure(form) == jax.tree.structure(params):
+                return form
+        raise ConfigError(
+            "params: their tree is not the model's; legal: as `c2.models.spec`, or as published "
+            "for its precision"
+        )
+
     def _compile(self) -> Mapping[str, Any]:
         cfg, engine = self.cfg, self.engine
+        prefill = partial(programs.prefill, cfg=cfg)
         decode = partial(programs.decode, cfg=cfg, steps=engine.steps)
         slots, number = blank_slots(engine), np.int32(0)
         with_params = {
-            "prefill": (partial(programs.prefill, cfg=cfg), blank_chunk(engine)),
+            "prefill": (partial(prefill, first=False), blank_chunk(engine)),
+            "prefill_first": (partial(prefill, first=True), blank_chunk(engine)),
             "decode": (partial(decode, step=programs.plain_step), slots),
         }
         if engine.speculate:
@@ -126,7 +155,7 @@ class Device:
             for f in (programs.keep, programs.take):
                 args = self._here(self._state, number, number)
                 built[f.__name__] = jax.jit(f, donate_argnums=0).lower(*args)
-        return {name: lowered.compile() for name, lowered in built.items()}
+        return {name: lowered.compile(_ROUND_AS_WRITTEN) for name, lowered in built.items()}
 
     def _here(self, *args: Any) -> Any:
         """Shapes of arguments on this device."""

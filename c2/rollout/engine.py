@@ -90,6 +90,11 @@ class Engine:
             self._post(self._stop, _nobody)
         self._thread.join()
 
+    @property
+    def error(self) -> Exception | None:
+        """Why it does not run, if it does not."""
+        return self._error
+
     def metrics(self) -> dict[str, float]:
         """See `c2.rollout.scheduler.Scheduler.metrics`."""
         return self._scheduler.metrics()

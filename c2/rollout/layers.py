@@ -17,6 +17,8 @@ from c2.models.blocks import Blocks, MoELayer
 from c2.models.cache import Tokens, next_positions
 from c2.models.layers import project, rms_norm
 from c2.rollout.experts import mixture
+from c2.weights.serving import experts_for, rounded
+from pallas_kernels.nvfp4 import NVFP4
 
 
 @struct.dataclass
@@ -53,14 +55,25 @@ def unstack(tree: Any) -> tuple[Any, ...]:
     return tuple(jax.tree.map(lambda x, i=i: x[i], tree) for i in range(count))
 
 
+def published(params: Params, cfg: ModelConfig) -> Params:
+    """Parameters in the form that is multiplied with, which is the one they are published in.
+
+    Args:
+      params: masters as of `c2.models.spec`, or from `c2.weights.serving.restore`.
+      cfg: model configuration. Where it has experts in NVFP4, they are or become codes.
+    """
+    experts = experts_for(cfg.moe.precision if cfg.moe else "native")
+
+    def form(spec, leaf):
+        codes = isinstance(leaf, NVFP4)
+        return leaf if codes else rounded(spec, leaf, cfg.dtype, experts)
+
+    return jax.tree.map(form, models.spec(cfg), params)
+
+
 def serving(params: Params, cfg: ModelConfig) -> Params:
-    """Parameters as this module takes them: unstacked, in the types that are multiplied in."""
-
-    def cast(spec, leaf):
-        matrix = len(spec.axes) - ("layer" in spec.axes) > 1
-        return leaf.astype(cfg.dtype if matrix and not spec.exact else spec.dtype)
-
-    params = jax.tree.map(cast, models.spec(cfg), params)
+    """Parameters as this module takes them: as `published`, layers apart."""
+    params = published(params, cfg)
     return params.replace(dense=unstack(params.dense), moe=unstack(params.moe))
 
 
@@ -69,8 +82,9 @@ def trunk(
     tokens: jax.Array,
     real: jax.Array,
     layers: Layers,
-    length: jax.Array,
+    length: jax.Array | None,
     cfg: ModelConfig,
+    slots: jax.Array | None = None,
 ) -> Below:
     """`c2.models.trunk` with a cache.
 
@@ -79,16 +93,18 @@ def trunk(
       tokens: int32 [row, seq].
       real: bool [row, seq]; other tokens are padding.
       layers: the cache.
-      length: int32 [row], tokens in the cache.
+      length: int32 [row], tokens in the cache; None if it has none of any row, which is faster.
       cfg: model configuration.
+      slots: int32 [row], the rows of the cache; all of them, in order, by default.
     """
     run, positions = _blocks(real, length, cfg)
+    held = _held(layers, length, slots)
     x = params.embed[tokens].astype(cfg.dtype)
     dense, moe, routes = [], [], []
-    for layer, past in zip(params.dense, layers.dense, strict=True):
+    for layer, past in zip(params.dense, held.dense, strict=True):
         x, entry = run.dense(x, layer, past)
         dense.append(entry)
-    for layer, past in zip(params.moe, layers.moe, strict=True):
+    for layer, past in zip(params.moe, held.moe, strict=True):
         x, entry, used = run.moe(x, layer, past, None)
         moe.append(entry)
         routes.append(used.astype(jnp.int16))
@@ -98,7 +114,7 @@ def trunk(
     return Below(
         hidden=hidden,
         routes=jnp.stack(routes, 2) if routes else jnp.zeros((*tokens.shape, 0, 0), jnp.int16),
-        layers=_append(old, new, positions, real, hidden).replace(mtp=layers.mtp),
+        layers=_append(old, new, slots, positions, real, hidden).replace(mtp=layers.mtp),
     )
 
 
@@ -107,8 +123,9 @@ def module(
     below: Below,
     following: jax.Array,
     real: jax.Array,
-    length: jax.Array,
+    length: jax.Array | None,
     cfg: ModelConfig,
+    slots: jax.Array | None = None,
 ) -> tuple[jax.Array, Layers]:
     """`c2.models.mtp.trunk` of the first prediction module, with a cache.
 
@@ -117,14 +134,15 @@ def module(
       below: of new tokens, with what is cached.
       following: int32 [row, seq], the token after each.
       real: bool [row, seq].
-      length: int32 [row], tokens in the cache.
+      length: as in `trunk`.
       cfg: model configuration.
+      slots: as in `trunk`.
 
     Returns:
       Hidden states for the head, [row, seq, embed], which predict the token after the following
       one; and the longer cache.
     """
-    p, past = params.mtp[0], below.layers.mtp
+    p, past = params.mtp[0], _held(below.layers.mtp, length, slots)
     run, positions = _blocks(real, length, cfg)
     with jax.named_scope("mtp_merge"):
         token = rms_norm(params.embed[following].astype(cfg.dtype), p.token_norm, cfg.norm_eps)
@@ -135,22 +153,30 @@ def module(
     else:
         x, entry = run.dense(x, p.layer, past)
     hidden = rms_norm(x, p.norm, cfg.norm_eps)
-    return hidden, below.layers.replace(mtp=_append(past, entry, positions, real, hidden))
+    longer = _append(below.layers.mtp, entry, slots, positions, real, hidden)
+    return hidden, below.layers.replace(mtp=longer)
 
 
 def _blocks(real, length, cfg):
-    positions = next_positions(length, real)
+    positions = next_positions(jnp.int32(0)[None] if length is None else length, real)
     angles = rope.tables(positions, cfg.rope, cfg.attention.rotary)
     info = Tokens(*angles, positions, real.astype(jnp.int32), length)
     return Blocks(cfg, info, blocks.attention, mixture, blocks.whole), positions
 
 
-def _append(past, entries, positions, real, hidden):
+def _held(layers, length, slots):
+    """What attention reads; nothing does without a length."""
+    if slots is None or length is None:
+        return layers
+    return jax.tree.map(lambda x: x[slots], layers)
+
+
+def _append(past, entries, slots, positions, real, hidden):
     """Adds the entries of new tokens; those of padding go nowhere."""
     # Where hidden states come into it, XLA:CPU sees that the cache is read before it is written
     # to. Else it copies all of it first, in every step. No real state is NaN.
     there = real & ~jnp.isnan(hidden[..., 0])
-    rows = jnp.arange(real.shape[0])[:, None]
+    rows = (jnp.arange(len(real)) if slots is None else slots)[:, None]
 
     def add(old, new):
         places = jnp.where(there, positions, old.shape[1])

@@ -15,7 +15,6 @@ from flax import struct
 
 from c2 import models
 from c2.models import ModelConfig, Params
-from c2.models.layers import project
 from c2.rollout import layers, sampling
 from c2.rollout.config import EngineConfig
 from c2.rollout.layers import Layers
@@ -90,7 +89,7 @@ def empty_state(cfg: ModelConfig, engine: EngineConfig) -> State:
 
 def log_probs(hidden: jax.Array, params: Params, slots: Slots) -> jax.Array:
     """What is sampled from after hidden states [slot, ..., embed]: f32 [slot, ..., vocab]."""
-    full = sampling.distribution(project(hidden, models.head(params)), slots.temperature)
+    full = sampling.distribution(models.logits(hidden, params), slots.temperature)
     return full if slots.top_k is None else sampling.truncate(full, slots.top_k, slots.top_p)
 
 
@@ -181,22 +180,26 @@ def decode(
 
 
 def prefill(
-    params: Params, state: State, chunk: Chunk, *, cfg: ModelConfig
+    params: Params, state: State, chunk: Chunk, *, cfg: ModelConfig, first: bool
 ) -> tuple[State, jax.Array]:
     """Reads tokens of a few sequences into their slots.
+
+    Args:
+      params: parameters.
+      state: donate it.
+      chunk: the tokens.
+      cfg: model configuration.
+      first: the slots' caches are empty, which saves work; the chunk's lengths are 0 then.
 
     Returns:
       The state, and the tokens' routes int16 [row, chunk, moe_layer, top_k].
     """
-    rows = jax.tree.map(lambda x: x[chunk.slot], state.layers)
+    length = None if first else chunk.length
     real = jnp.arange(chunk.tokens.shape[1]) < chunk.count[:, None]
-    below = layers.trunk(params, chunk.tokens, real, rows, chunk.length, cfg)
-    rows = below.layers
-    if rows.mtp is not None:
-        _, rows = layers.module(params, below, chunk.following, real, chunk.length, cfg)
-    longer = jax.tree.map(
-        lambda old, new: old.at[chunk.slot].set(new, mode="drop"), state.layers, rows
-    )
+    below = layers.trunk(params, chunk.tokens, real, state.layers, length, cfg, chunk.slot)
+    longer = below.layers
+    if longer.mtp is not None:
+        _, longer = layers.module(params, below, chunk.following, real, length, cfg, chunk.slot)
     return state.replace(layers=longer), below.routes
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ class Box:
       client: the owner's end of the connection to its tool server.
       reason: why it was ended, or None.
       renewed: when its owner last said that it needs it.
+      network: what goes to the gate: its first policy and its labels; empty without network.
     """
 
     def __init__(self, name: str, folder: Path, deadline_s: float, ttl_s: float) -> None:
@@ -36,10 +36,11 @@ class Box:
         self.start: Start | None = None
         self.client: socket.socket | None = None
         self.reason: str | None = None
+        self.network: dict[str, dict] = {}
         self.limit(deadline_s, ttl_s)
         self._folder = folder
         self._group: cgroups.Group | None = None
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the box
+        self._errors = os.fdopen(os.memfd_create("errors"), "w+b", buffering=0)
 
     def begin(
         self,
@@ -49,27 +50,46 @@ class Box:
         trees: cgroups.Trees,
         resources: Mapping[str, float],
         ids: tuple[int, int] | None,
+        files: Mapping[str, str],
     ) -> None:
-        """Begins to start it; on an error the caller must `free`."""
+        """Begins to start it with these files, path -> text; on an error the caller must `free`."""
         memory, disk = int(resources["memory_mb"] * MIB), int(resources["disk_mb"] * MIB)
-        limits = cgroups.Limits(memory + disk, int(resources["pids"]), resources["cpus"])
+        more_memory, more_pids = walls.overhead
+        limits = cgroups.Limits(
+            memory + disk + more_memory, int(resources["pids"]) + more_pids, resources["cpus"]
+        )
         self._group = cgroups.create(trees, self.name, limits)
-        self._folder.mkdir(parents=True)
+        os.makedirs(self._folder)
         options = f"size={disk},nr_inodes={max(1024, disk // MIB * FILES_PER_MIB)},mode=755"
         linux.mount("c2", self._folder, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, options)
         work, place = self._folder / "work", self._folder / "place"
         for path in (self.upper, work, place):
-            path.mkdir()
+            os.mkdir(path)
             if ids:
                 os.chown(path, *ids)
+        for path, text in files.items():
+            self._put(path, text, ids)
         self.client, server = socket.socketpair()
         with server:
             self.start = walls.start(
                 Parts(
                     root=root, layers=layers, place=place, upper=self.upper, work=work,
-                    shm_bytes=disk, group=self._group, server=server, errors=self._errors,
+                    shm_bytes=disk, group=self._group, server=server, client=self.client,
+                    errors=self._errors, resources=resources,
                 )
             )  # fmt: skip
+
+    def _put(self, path: str, text: str, ids: tuple[int, int] | None) -> None:
+        place = self.upper
+        for part in path.strip("/").split("/")[:-1]:
+            place = place / part
+            place.mkdir(exist_ok=True)
+            if ids:
+                os.chown(place, *ids)
+        place = self.upper / path.strip("/")
+        place.write_text(text)
+        if ids:
+            os.chown(place, *ids)
 
     def kill(self, reason: str) -> None:
         """Ends all of its processes; `start.ended` tells when they are gone."""
@@ -115,7 +135,7 @@ class Box:
             while not self._group.is_frozen():
                 if time.monotonic() > patience:
                     raise SandboxError("its processes do not stop")
-                time.sleep(0.0005)
+                time.sleep(0.0001)
             yield
         finally:
             self._group.freeze(False)

@@ -3,21 +3,36 @@
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
 import c2
+from c2.config import ConfigError, to_dict
 from c2.sandbox import battery
 from c2.sandbox import root as roots
 from c2.sandbox.client import Client
+from c2.sandbox.egress import trust
+from c2.sandbox.egress.config import GateConfig, check_packages
+from c2.sandbox.egress.policy import Policy
 from c2.sandbox.node import sweep
-from c2.sandbox.protocol import WORKDIR, Handle, SandboxError, SandboxLost, Spec, Status
+from c2.sandbox.protocol import (
+    WORKDIR,
+    Handle,
+    Network,
+    SandboxError,
+    SandboxLost,
+    Spec,
+    Status,
+    Unsupported,
+    require,
+)
 from c2.sandbox.served import Served
 
 START_S = 30.0
@@ -35,16 +50,32 @@ class Bwrap(Served):
     Args:
       ended: is told, by a thread that must not be held up, which sandbox has ended without being
         closed, and the reason; None stands for the node and all that it had.
+      egress: settings of the gate, through which sandboxes reach what their policy allows; None
+        for no gate and no network. Needs the extra `egress`.
     """
 
     name = "bwrap"
     capabilities = frozenset({"jobs", "layers", "fork"})
+    tested, terms = battery.SPEC, battery.TERMS
 
-    def __init__(self, ended: Callable[[str | None, str], None] = lambda *_: None) -> None:
-        self._node = _Node(self.name, ended)
+    def __init__(
+        self,
+        ended: Callable[[str | None, str], None] = lambda *_: None,
+        *,
+        egress: GateConfig | None = None,
+    ) -> None:
+        if egress is not None:
+            check_packages()
+        self._egress = egress
+        self._node = _Node(self._program(), ended)
         self._sandboxes: dict[str, _Sandbox] = {}
         try:
-            battery.check(self)
+            battery.check(self, self.tested, self.terms)
+            if egress is not None:
+                self._node.ask("egress", config=to_dict(egress))
+                self.capabilities = self.capabilities | {"network_policy"}
+                spec = dataclasses.replace(self.tested, network=Policy())
+                battery.check(self, spec, dataclasses.replace(self.terms, walls=("network",)))
         except BaseException:
             self.shutdown()
             raise
@@ -62,9 +93,15 @@ class Bwrap(Served):
 
     def create(self, spec: Spec) -> Handle:
         """As `protocol.Backend.create`."""
+        return self._make("create", spec)
+
+    def _make(self, method: str, spec: Spec, **more: object) -> Handle:
+        if isinstance(spec.network, Policy):
+            policy = self._policy(spec.network)
+            more["network"] = {"policy": to_dict(policy), "labels": spec.labels}
         answer, fds = self._node.ask(
-            "create", image=spec.image, layers=spec.layers, resources=vars(spec.resources),
-            deadline_s=spec.deadline_s, ttl_s=spec.ttl_s,
+            method, image=spec.image, layers=spec.layers, resources=vars(spec.resources),
+            deadline_s=spec.deadline_s, ttl_s=spec.ttl_s, **more,
         )  # fmt: skip
         client = Client(socket.socket(fileno=fds[0]))
         self._sandboxes[answer["sandbox"]] = _Sandbox(spec, client)
@@ -126,6 +163,15 @@ class Bwrap(Served):
         )
         self._node.ask("adopt", sandbox=handle.id, deadline_s=spec.deadline_s, ttl_s=spec.ttl_s)
 
+    def set_network_policy(self, handle: Handle, policy: Network) -> None:
+        """As `protocol.SupportsNetworkPolicy.set_network_policy`."""
+        sandbox = self._sandbox(handle)
+        wanted = self._policy(policy if isinstance(policy, Policy) else Policy())
+        if sandbox.spec.network == "none":
+            raise Unsupported(f"sandbox {handle.id} was made without network and cannot get one")
+        self._node.ask("set_network_policy", sandbox=handle.id, policy=to_dict(wanted))
+        sandbox.spec = dataclasses.replace(sandbox.spec, network=wanted)
+
     def close(self, handle: Handle) -> None:
         """As `protocol.Backend.close`."""
         if sandbox := self._sandboxes.pop(handle.id, None):
@@ -139,6 +185,17 @@ class Bwrap(Served):
         self._sandboxes.clear()
         self._node.end()
 
+    def _program(self) -> tuple[str, ...]:
+        """What the interpreter runs as a node, and the name of its walls."""
+        return (*NODE, self.name)
+
+    def _policy(self, policy: Policy) -> Policy:
+        require(self, "network_policy")
+        if missing := policy.needs() - self._egress.secrets.keys():
+            legal = ", ".join(sorted(self._egress.secrets)) or "none"
+            raise ConfigError(f"network: the gate has no secret {min(missing)!r}; it has: {legal}")
+        return policy
+
     def _sandbox(self, handle: Handle) -> "_Sandbox":
         if sandbox := self._sandboxes.get(handle.id):
             return sandbox
@@ -150,7 +207,10 @@ class Bwrap(Served):
     def _env(self, handle: Handle) -> dict[str, str]:
         spec = self._sandbox(handle).spec
         path = roots.search_path(image=spec.image is not None)
-        return {"HOME": roots.HOME, "PATH": path, "LANG": "C.UTF-8"} | spec.env
+        found = {"HOME": roots.HOME, "PATH": path, "LANG": "C.UTF-8"}
+        if isinstance(spec.network, Policy):
+            found |= trust.VARIABLES
+        return found | spec.env
 
     def _new_oom_kills(self, handle: Handle) -> int:
         raw, _ = self._node.ask("status", sandbox=handle.id)
@@ -182,7 +242,7 @@ class _Sandbox:
 class _Node:
     """The owner's side of a node process."""
 
-    def __init__(self, walls: str, ended: Callable[[str | None, str], None]) -> None:
+    def __init__(self, program: Sequence[str], ended: Callable[[str | None, str], None]) -> None:
         self._ended = ended
         # Packets, so that descriptors stay with their message.
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -190,7 +250,7 @@ class _Node:
         path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, *NODE, str(theirs.fileno()), walls],
+                [sys.executable, *program[:-1], str(theirs.fileno()), program[-1]],
                 pass_fds=[theirs.fileno()], env={**os.environ, "PYTHONPATH": path},
             )  # fmt: skip
         self.pid = self._process.pid
@@ -208,7 +268,7 @@ class _Node:
         if "name" not in hello:
             self.end()
             why = hello.get("error", "the node process ended")
-            raise SandboxError(f"backend {walls!r} cannot run here: {why}")
+            raise SandboxError(f"backend {program[-1]!r} cannot run here: {why}")
 
     def ask(self, method: str, **params: object) -> tuple[dict, list[int]]:
         """Sends a request; returns the answer and the descriptors that came with it."""
@@ -258,6 +318,9 @@ class _Node:
             if not packet:
                 break
             raw = json.loads(packet)
+            if "warning" in raw:
+                logging.getLogger(__name__).error("%s", raw["warning"])
+                continue
             if "ended" in raw:
                 self._ended(raw["ended"], raw["reason"])
                 continue

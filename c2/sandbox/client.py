@@ -33,7 +33,7 @@ class Client:
         self._socket = sock
         self._decoder = Decoder()
         self._turn = threading.Condition()
-        self._sending = threading.Lock()
+        self._sending = threading.RLock()
         self._reading = False
         self._inboxes: dict[int, _Inbox] = {}
         self._last = 0
@@ -64,6 +64,16 @@ class Client:
         """Runs a command; yields up to `cap` bytes of each output as they come, the result last."""
         params |= {"cap": cap, "stream": True}
         return self._exchange("exec", parse, wait_s, 2 * cap, params)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Meanwhile nothing is on its way in either direction, and the server only waits."""
+        with self._sending:
+            self.call("hold", dict)
+            try:
+                yield
+            finally:
+                self.call("resume", dict, restored=False)
 
     def close(self) -> None:
         """Ends the connection."""

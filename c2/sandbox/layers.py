@@ -89,17 +89,20 @@ def _copy_file(
         take = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=target)
         try:
             copied.files += 1
-            for start, end in _data(give, info.st_size):
+            sparse = info.st_blocks * 512 < info.st_size
+            for start, end in _data(give, info.st_size) if sparse else [(0, info.st_size)]:
                 copied.bytes += end - start
                 if copied.bytes > limit:
                     raise CopyError(f"more than {limit} bytes")
-                os.lseek(take, start, os.SEEK_SET)
+                if start:
+                    os.lseek(take, start, os.SEEK_SET)
                 while start < end:
                     done = os.sendfile(take, give, start, min(CHUNK, end - start))
                     if not done:
                         break  # it became shorter
                     start += done
-            os.ftruncate(take, info.st_size)
+            if sparse:
+                os.ftruncate(take, info.st_size)
             _finish(take, info, owner)
         finally:
             os.close(take)

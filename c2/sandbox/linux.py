@@ -9,6 +9,7 @@ from pathlib import Path
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWUSER = 0x10000000
+CLONE_NEWNET = 0x40000000
 MS_NOSUID, MS_NODEV = 2, 4
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 MNT_DETACH = 2
@@ -17,6 +18,11 @@ MNT_DETACH = 2
 def unshare(flags: int) -> None:
     """Moves the calling process into new namespaces; raises OSError."""
     _call("unshare", ctypes.c_int(flags))
+
+
+def enter(process: int, flags: int) -> None:
+    """Moves the calling thread into namespaces of the process of a descriptor; raises OSError."""
+    _call("setns", ctypes.c_int(process), ctypes.c_int(flags))
 
 
 def mount(source: str, target: Path | str, kind: str | None, flags: int, data: str = "") -> None:

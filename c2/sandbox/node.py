@@ -22,11 +22,13 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from c2.sandbox import cgroups, command, linux, seccomp
 from c2.sandbox import root as roots
 from c2.sandbox.box import Box
+from c2.sandbox.egress.keeper import Keeper
 from c2.sandbox.layers import CopyError
 from c2.sandbox.protocol import SandboxError
 from c2.sandbox.store import Store
@@ -40,20 +42,21 @@ TICK_S = 1.0
 END_S = 10.0
 
 
-def main() -> None:
+def main(kind: "type[Node] | None" = None) -> None:
     """Serves the socket whose descriptor is the first argument, with the walls of the second."""
     os.umask(0o022)
     owner = socket.socket(fileno=int(sys.argv[1]))
     name = f"{PREFIX}{linux.start_time(os.getpid())}-{os.getpid()}"
     sweep()
     try:
-        node = Node(owner, name, sys.argv[2])
+        node = (kind or Node)(owner, name, sys.argv[2])
     except (OSError, ImportError, SandboxError) as error:
         owner.send(json.dumps({"error": str(error)}).encode())
         remove_traces(name)
         return
     try:
-        owner.send(json.dumps({"name": name}).encode())
+        with contextlib.suppress(BrokenPipeError):  # the owner is gone, as `serve` will see
+            owner.send(json.dumps({"name": name}).encode())
         node.serve()
     finally:
         node.end()
@@ -80,9 +83,13 @@ def remove_traces(name: str) -> None:
 class Node:
     """The state of the process."""
 
+    ids = (HOST_ID, HOST_ID)
+    # Calls that answer when they are done.
+    later = frozenset({"create", "close", "set_network_policy"})
+
     def __init__(self, owner: socket.socket, name: str, walls: str) -> None:
         self._owner, self._parent = owner, os.getppid()
-        self._ids = (HOST_ID, HOST_ID) if os.getuid() == 0 else None
+        self._ids = self.ids if os.getuid() == 0 else None
         if self._ids:
             os.setgroups([])
         trees = cgroups.find()
@@ -96,14 +103,9 @@ class Node:
         linux.private_mounts()
         linux.mount("c2", self._place, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "mode=755")
         self._root = roots.make(self._place, self._ids)
-        rules = self._place / "rules"
-        rules.write_bytes(seccomp.program())
-        if walls == "bwrap":
-            bwrap = command.within_reach(command.find_bwrap(), self._place)
-            self._walls: Walls = Bubblewrap(bwrap, rules, self._ids)
-        else:
-            self._walls = Zygote(self._root, self._place, rules, self._ids)
+        self._walls = self._walls_of(walls)
         self._store = Store(self._place / "layers", self._ids, roots.mount_points(self._root))
+        self._gate: Keeper | None = None
         self._boxes: dict[str, Box] = {}
         self._starting: dict[str, int] = {}  # sandbox -> the request that waits for it
         self._closing: dict[str, list[int]] = {}
@@ -140,8 +142,27 @@ class Node:
         while (self._boxes or self._groups) and time.monotonic() < patience:
             self._step(0.01)
         self._walls.close()
+        if self._gate is not None:
+            self._gate.end()
         linux.unmount(self._place)
         remove_traces(self._place.name)
+
+    def _walls_of(self, name: str) -> Walls:
+        rules = self._place / "rules"
+        rules.write_bytes(seccomp.program())
+        if name == "bwrap":
+            bwrap = command.within_reach(command.find_bwrap(), self._place)
+            return Bubblewrap(bwrap, rules, self._ids)
+        return Zygote(self._root, self._place, rules, self._ids)
+
+    def _calls(self) -> dict[str, Callable[..., dict | None]]:
+        return {
+            "create": self._create, "close": self._close, "renew": self._renew,
+            "status": self._status, "snapshot": self._snapshot, "add_layer": self._store.add,
+            "drop_layer": self._store.drop, "layer_folder": self._store.folder,
+            "adopt": self._adopt, "egress": self._start_gate,
+            "set_network_policy": self._set_network_policy,
+        }  # fmt: skip
 
     def _stop(self, *_: object) -> None:
         self._open = False
@@ -161,16 +182,10 @@ class Node:
             return
         request = json.loads(packet)
         number, method = request["id"], request["method"]
-        calls = {
-            "create": self._create, "close": self._close, "renew": self._renew,
-            "status": self._status, "snapshot": self._snapshot, "add_layer": self._store.add,
-            "drop_layer": self._store.drop, "layer_folder": self._store.folder,
-            "adopt": self._adopt,
-        }  # fmt: skip
-        if method in ("create", "close"):
+        if method in self.later:
             request["params"]["number"] = number
         try:
-            result = calls[method](**request["params"])
+            result = self._calls()[method](**request["params"])
         except (SandboxError, CopyError, OSError) as error:
             self._reply(number, error=f"{method}: {error}")
         else:
@@ -194,14 +209,18 @@ class Node:
         resources: dict,
         deadline_s: float,
         ttl_s: float,
+        walls: Walls | None = None,
+        network: dict[str, dict] | None = None,
     ) -> None:
         self._count += 1
         name = str(self._count)
         folders = self._store.use(name, layers if image is None else [image, *layers])
         root = self._root if image is None else roots.of_image(self._root, folders.pop(0))
         box = Box(name, self._place / "boxes" / name, deadline_s, ttl_s)
+        box.network = network or {}
+        files = self._gate.files if network else {}
         try:
-            box.begin(self._walls, root, folders, self._trees, resources, self._ids)
+            box.begin(walls or self._walls, root, folders, self._trees, resources, self._ids, files)
         except BaseException:
             box.kill("backend")
             box.free()
@@ -219,6 +238,13 @@ class Node:
             box.kill("backend")  # `_gone` answers
             return
         number = self._starting.pop(box.name)
+        try:
+            if box.network:
+                self._gate.open(box.name, box.start.process, **box.network)
+        except SandboxError as error:
+            self._reply(number, error=f"create: {error}")
+            box.kill("closed")
+            return
         self._reply(number, (box.client.fileno(),), sandbox=box.name)
         box.client.close()
 
@@ -235,6 +261,8 @@ class Node:
             self._reply(number, error=f"the sandbox did not come up: {words}")
         elif box.reason != "closed":
             self._say({"ended": box.name, "reason": box.reason or "exited"})
+        if box.network:
+            self._gate.close(box.name)
         if not box.free():
             self._groups.append(box)
         self._store.release(box.name)
@@ -257,6 +285,25 @@ class Node:
         if box := self._boxes.get(sandbox):
             box.renewed = time.monotonic()
         return {}
+
+    def _start_gate(self, config: dict) -> dict:
+        self._gate = Keeper(config, self._place.name, self._place, self._ids is not None)
+        self._events.register(self._gate.news, selectors.EVENT_READ, self._hear_gate)
+        return {}
+
+    def _hear_gate(self) -> None:
+        done = self._gate.hear()
+        if why := self._gate.lost:
+            self._events.unregister(self._gate.news)
+            self._say({"warning": f"{why}; sandboxes reach nothing any more"})
+        for number in done:
+            self._reply(number, **({"error": why} if why else {}))
+
+    def _set_network_policy(self, number: int, sandbox: str, policy: dict) -> None:
+        box = self._boxes.get(sandbox)
+        if box is None or box.reason is not None:
+            raise SandboxError(f"sandbox {sandbox} is gone")
+        self._gate.change(sandbox, box.start.process, policy, number)
 
     def _status(self, sandbox: str) -> dict:
         box = self._boxes.get(sandbox)

@@ -20,12 +20,13 @@ from c2.sandbox.protocol import (
     SandboxLost,
     Spec,
     Status,
-    Unsupported,
+    require,
 )
 from c2.sandbox.served import Served
 
 WARNING = "backend 'plain' has NO walls: commands can do to this machine whatever you can"
 END_S = 10.0
+GIVEN = "sys.executable, sys.path[1:]"  # what the tool server knows of its interpreter
 
 
 class Plain(Served):
@@ -51,15 +52,19 @@ class Plain(Served):
 
     def create(self, spec: Spec) -> Handle:
         """As `protocol.Backend.create`."""
-        if spec.layers or spec.image:
-            raise Unsupported("backend 'plain' has no 'layers'; it has: jobs")
+        for asked, name in (
+            (spec.layers or spec.image, "layers"),
+            (spec.network != "none", "network_policy"),
+        ):
+            if asked:
+                require(self, name)
         folder = Path(tempfile.mkdtemp(prefix="c2-plain-"))
         ours, theirs = socket.socketpair()
         source = str(importlib.resources.files("c2.sandbox"))
         start = f"import sys; sys.path.insert(0, {source!r}); from toolserver.server import main; "
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", f"{start}main({theirs.fileno()})"],
+                [sys.executable, "-I", "-S", "-c", f"{start}main({theirs.fileno()}, {GIVEN})"],
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         self._count += 1

@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 from c2.config import ConfigError
+from c2.sandbox.egress.policy import Policy
 
 MIN_OUTPUT, MAX_OUTPUT = 256, 1 << 18
 MAX_READ = 1 << 26
 WORKDIR = "/repo"
 
 Reason = Literal["closed", "deadline", "lease", "exited", "backend"]
-Network = Literal["none"]
+Network = Literal["none"] | Policy
 
 
 class SandboxError(Exception):
@@ -82,7 +83,8 @@ class Spec:
       env: environment variables of all commands, beside HOME, PATH and LANG.
       deadline_s: seconds after which the sandbox is ended in any case.
       ttl_s: seconds without a renewal after which it is ended.
-      network: "none": there is no network, not even for the name service.
+      network: "none": there is no network, not even for the name service; or what may be reached,
+        on backends with "network_policy".
       labels: for people and accounting; nothing acts on them.
     """
 
@@ -99,8 +101,8 @@ class Spec:
         for name in ("deadline_s", "ttl_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name}: {getattr(self, name)}; legal are finite numbers > 0")
-        if self.network != "none":
-            raise ConfigError(f"network: {self.network!r}; legal is 'none'")
+        if self.network != "none" and not isinstance(self.network, Policy):
+            raise ConfigError(f"network: {self.network!r}; legal are 'none' and a Policy")
         for name, value in self.env.items():
             if not name or "=" in name or "\0" in name + value:
                 raise ConfigError(f"env.{name!r}: a name has no '=', and neither has a zero byte")
@@ -260,10 +262,26 @@ class Backend(Protocol):
 
 @runtime_checkable
 class SupportsJobs(Protocol):
-    """Capability "jobs": commands in the background."""
+    """Capability "jobs": commands in the background, and commands that wait for their input."""
 
     def start(self, handle: Handle, argv: Sequence[str], *, timeout_s: float | None = None) -> int:
         """Starts a command and returns the number of its job."""
+
+    def prepare(self, handle: Handle, argv: Sequence[str]) -> int:
+        """Starts a command without input yet, which can load meanwhile; the number of its job.
+
+        An isolated interpreter (python3 -I -S -B -c SOURCE) may be a fork of the tool server, so it
+        can find in its memory what earlier commands of this sandbox were given.
+        """
+
+    def finish(
+        self, handle: Handle, number: int, stdin: bytes, *, timeout_s: float = 60.0
+    ) -> ExecResult:
+        """Gives a prepared command its input, at most 512 KiB, and waits for its end.
+
+        Nothing that it has forked before can have seen the input. The deadline counts from now on;
+        262144 bytes are kept of each output.
+        """
 
     def jobs(self, handle: Handle) -> list[int]:
         """Jobs of which processes are running, those that `exec` left included."""
@@ -307,6 +325,9 @@ class SupportsMemorySnapshot(Protocol):
     def restore(self, checkpoint: str) -> Handle:
         """A new sandbox that goes on from there."""
 
+    def drop_checkpoint(self, checkpoint: str) -> None:
+        """Frees a checkpoint; sandboxes that were made of it go on."""
+
 
 @runtime_checkable
 class SupportsPause(Protocol):
@@ -324,7 +345,7 @@ class SupportsNetworkPolicy(Protocol):
     """Capability "network_policy": what the sandbox may reach can be changed while it runs."""
 
     def set_network_policy(self, handle: Handle, policy: Network) -> None:
-        """Puts a policy into force for all connections that begin from now on."""
+        """Puts a policy into force; what goes on against it is cut off before this returns."""
 
 
 CAPABILITIES = {

@@ -115,7 +115,7 @@ def search_path(image: bool) -> str:
 def command(root: Root, fd: int) -> list[str]:
     """Starts the tool server on the inherited socket `fd`."""
     start = f"import sys; sys.path.insert(0, {SERVER!r}); from toolserver.server import main; "
-    return [root.python, "-I", "-S", "-c", f"{start}main({fd})"]
+    return [root.python, "-I", "-S", "-c", f"{start}main({fd}, sys.executable, sys.path[1:])"]
 
 
 def zygote(
@@ -125,7 +125,7 @@ def zygote(
     places = {inside: here for here, inside in root.binds}
     prefix = next(inside for inside in places if root.python.startswith(f"{inside}/"))
     python = places[prefix] + root.python[len(prefix) :]
-    given = (fd, str(rules), outside, (USER, GROUP), HOST)
+    given = (fd, str(rules), outside, (USER, GROUP), HOST, prefix)
     start = f"import sys; sys.path.insert(0, {places[SERVER]!r}); "
     start += f"from toolserver.zygote import main; main{given!r}"
     # Its own library, should it have one, and not that of another interpreter.

@@ -121,6 +121,23 @@ class Served:
         params = self._command(handle, argv, WORKDIR, None, b"", timeout_s, 65536)
         return self._call(handle, "start", lambda raw: _of(raw, "job", int), **params)
 
+    def prepare(self, handle: Handle, argv: Sequence[str]) -> int:
+        """As `protocol.SupportsJobs.prepare`."""
+        params = self._command(handle, argv, WORKDIR, None, b"", None, MAX_OUTPUT)
+        del params["stdin"], params["timeout"]
+        return self._call(handle, "prepare", lambda raw: _of(raw, "job", int), **params)
+
+    def finish(
+        self, handle: Handle, number: int, stdin: bytes, *, timeout_s: float = 60.0
+    ) -> ExecResult:
+        """As `protocol.SupportsJobs.finish`."""
+        _check_command(stdin, timeout_s)
+        raw = self._call(
+            handle, "finish", _as_dict, wait_s=timeout_s + GRACE_S, job=number,
+            stdin=pack(stdin), timeout=timeout_s,
+        )  # fmt: skip
+        return self._result(handle, raw, MAX_OUTPUT)
+
     def jobs(self, handle: Handle) -> list[int]:
         """As `protocol.SupportsJobs.jobs`."""
         return self._call(handle, "jobs", _numbers)
@@ -152,12 +169,9 @@ class Served:
     ) -> dict[str, Any]:
         if not MIN_OUTPUT <= max_output <= MAX_OUTPUT:
             raise ConfigError(f"max_output: {max_output}; legal are {MIN_OUTPUT} to {MAX_OUTPUT}")
-        if timeout_s is not None and not 0 < timeout_s < float("inf"):
-            raise ConfigError(f"timeout_s: {timeout_s}; legal are finite numbers > 0")
         if isinstance(argv, str) or not argv:
             raise ConfigError(f"argv: {argv!r}; legal is a list of program and arguments")
-        if len(stdin) > MAX_DATA:
-            raise ToolError(f"stdin: {len(stdin)} bytes; at most {MAX_DATA} are legal")
+        _check_command(stdin, timeout_s)
         env = self._env(handle) | dict(env or {})
         return {
             "argv": list(argv), "cwd": self._path(handle, cwd), "env": env, "stdin": pack(stdin),
@@ -172,6 +186,13 @@ class Served:
             lost = SandboxLost(f"the tool server sent nonsense: {error}", "exited")
             raise self._lost(handle, lost) from error
         return dataclasses.replace(result, oom=self._new_oom_kills(handle) > 0)
+
+
+def _check_command(stdin: bytes, timeout_s: float | None) -> None:
+    if timeout_s is not None and not 0 < timeout_s < float("inf"):
+        raise ConfigError(f"timeout_s: {timeout_s}; legal are finite numbers > 0")
+    if len(stdin) > MAX_DATA:
+        raise ToolError(f"stdin: {len(stdin)} bytes; at most {MAX_DATA} are legal")
 
 
 def _as_dict(raw: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
@@ -36,7 +36,9 @@ class Parts:
       shm_bytes: size of /dev/shm.
       group: its control group.
       server: the tool server's end of a connection.
+      client: the other end, of which only what comes may be looked at.
       errors: takes complaints.
+      resources: the fields of `protocol.Resources`.
     """
 
     root: roots.Root
@@ -47,7 +49,9 @@ class Parts:
     shm_bytes: int
     group: cgroups.Group
     server: socket.socket
+    client: socket.socket
     errors: IO[bytes]
+    resources: Mapping[str, float]
 
 
 class Start(Protocol):
@@ -56,10 +60,12 @@ class Start(Protocol):
     Attributes:
       ended: descriptor that becomes readable when all of it has ended.
       info: descriptor that becomes readable when the walls stand, or cannot.
+      process: descriptor of the first process, from `release` on.
     """
 
     ended: int
     info: int
+    process: int
 
     def release(self) -> None:
         """Lets the tool server go, once `info` is readable; raises `SandboxError` if it cannot."""
@@ -76,9 +82,11 @@ class Walls(Protocol):
 
     Attributes:
       news: descriptor that becomes readable when `hear` is to be called, or None.
+      overhead: what they take themselves of the limits of a sandbox: bytes of memory, processes.
     """
 
     news: int | None
+    overhead: tuple[int, int]
 
     def start(self, parts: Parts) -> Start:
         """Begins to start one; raises OSError or SandboxError if that fails at once."""
@@ -94,6 +102,7 @@ class Bubblewrap:
     """A bubblewrap for each, which starts an interpreter."""
 
     news = None
+    overhead = (0, 0)
 
     def __init__(self, bwrap: Path, rules: Path, ids: tuple[int, int] | None) -> None:
         self._bwrap, self._rules, self._ids = bwrap, rules, ids
@@ -138,8 +147,8 @@ class BubblewrapStart:
     def __init__(
         self, process: subprocess.Popen, group: cgroups.Group, info: int, block: int
     ) -> None:
-        self.ended, self.info = os.pidfd_open(process.pid), info
-        self._process, self._group, self._block, self._first = process, group, block, -1
+        self.ended, self.info, self.process = os.pidfd_open(process.pid), info, -1
+        self._process, self._group, self._block = process, group, block
 
     def release(self) -> None:
         """Puts the first process under its limits before it starts anything."""
@@ -148,7 +157,7 @@ class BubblewrapStart:
             text += more
         try:
             first = json.loads(text)["child-pid"]
-            self._first = os.pidfd_open(first)
+            self.process = os.pidfd_open(first)
             self._group.attach(first)
             os.write(self._block, b"x")
         except (ValueError, KeyError, OSError) as error:
@@ -156,15 +165,15 @@ class BubblewrapStart:
 
     def kill(self) -> None:
         """As `Start.kill`."""
-        if self._first < 0:
+        if self.process < 0:
             self._process.kill()
         else:
-            _kill(self._first)
+            _kill(self.process)
 
     def free(self) -> None:
         """As `Start.free`."""
         self._process.wait()
-        for fd in (self.ended, self.info, self._block, self._first):
+        for fd in (self.ended, self.info, self._block, self.process):
             if fd >= 0:
                 os.close(fd)
 
@@ -176,9 +185,12 @@ class Zygote:
       news: as of `Walls`.
     """
 
+    overhead = (0, 0)
+
     def __init__(
         self, root: roots.Root, place: Path, rules: Path, ids: tuple[int, int] | None
     ) -> None:
+        self._root = root
         self._dev = str(roots.make_dev(place / "dev"))
         for here, _ in root.binds:
             walls.restrict(here, walls.MS_RDONLY | walls.MS_NOSUID | walls.MS_NODEV)
@@ -204,6 +216,7 @@ class Zygote:
             "folders": FOLDERS,
             "binds": (*parts.root.binds, (self._dev, "/dev")),
             "shm": parts.shm_bytes,
+            "python": parts.root.python if parts.root is self._root else None,
         }
         info, theirs = os.pipe()
         groups = parts.group.doors()
@@ -268,7 +281,7 @@ class ZygoteStart:
     """As `Start`."""
 
     def __init__(self, process: int, info: int, order: Callable[[], None]) -> None:
-        self.ended, self.info = process, info
+        self.ended, self.info, self.process = process, info, process
         self._order = order
 
     def release(self) -> None:

@@ -1,6 +1,7 @@
 """One rank's encoded chunks of one version, side by side in few objects."""
 
 import hashlib
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -24,6 +25,24 @@ class Held(NamedTuple):
 
 
 State = Mapping[str, Held]
+
+
+class Cost(NamedTuple):
+    """What a reader spent; seconds are summed over its threads.
+
+    Attributes:
+      read: bytes.
+      read_s: waiting for the store.
+      decode_s: decoding and checking.
+    """
+
+    read: int = 0
+    read_s: float = 0.0
+    decode_s: float = 0.0
+
+    def plus(self, other: "Cost") -> "Cost":
+        """The sum of two."""
+        return Cost(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 def held(parts: Mapping[str, Part]) -> dict[str, Held]:
@@ -117,7 +136,7 @@ def _groups(pieces: list[tuple[str, int, int]], state: State) -> Iterator[list]:
 
 def stage(
     store: Store, tensors: Tensors, want: Mapping[str, Want], base: State | None, *, workers: int
-) -> dict[str, Held]:
+) -> tuple[dict[str, Held], Cost]:
     """Builds and checks the wanted elements of a version beside those of its base.
 
     Args:
@@ -150,17 +169,21 @@ def stage(
             place = chunk.blob, chunk.offset
             targets[place] = name, chunk, bits[chunk.start - start : chunk.stop - start]
 
-    def build(run: list[tuple[str, Chunk, np.ndarray]]) -> None:
+    def build(run: list[tuple[str, Chunk, np.ndarray]]) -> Cost:
         first, last = run[0][1], run[-1][1]
+        began = time.perf_counter()
         data = _read(store, first.blob, first.offset, last.offset + last.length)
+        here = time.perf_counter()
         for name, chunk, out in run:
             at = chunk.offset - first.offset
             _decode(name, chunk, data[at : at + chunk.length], out)
+        return Cost(len(data), here - began, time.perf_counter() - here)
 
+    total = Cost()
     with ThreadPoolExecutor(workers, "decode weights") as pool:
-        for _ in pool.map(build, _runs(targets[place] for place in sorted(targets))):
-            pass
-    return state
+        for cost in pool.map(build, _runs(targets[place] for place in sorted(targets))):
+            total = total.plus(cost)
+    return state, total
 
 
 def _check_forms(tensors: Tensors, want: Mapping[str, Want]) -> None:

@@ -89,6 +89,7 @@ class Published(NamedTuple):
       changes: how many of them changed; all in a full version.
       stored: bytes they were encoded to.
       seconds: from the copy to the commit.
+      held_up: seconds for which `Publisher.publish` did not return: those that the trainer lost.
     """
 
     version: int
@@ -97,6 +98,7 @@ class Published(NamedTuple):
     changes: int
     stored: int
     seconds: float
+    held_up: float
 
 
 class Publisher:
@@ -163,6 +165,7 @@ class Publisher:
           OSError: if the store failed. All three are errors of the state before; the new one is
             not taken then.
         """
+        began = time.perf_counter()
         self.wait()
         taken = {
             name: part._replace(values=part.values.copy())
@@ -170,7 +173,8 @@ class Publisher:
             else part
             for name, part in parts.items()
         }
-        self._pending = self._thread.submit(self._publish, step, taken)
+        held_up = time.perf_counter() - began
+        self._pending = self._thread.submit(self._publish, step, taken, held_up)
 
     def wait(self) -> Published | None:
         """Waits for the state on its way, if any, and says what became of it; raises its error."""
@@ -192,7 +196,7 @@ class Publisher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _publish(self, step: int, parts: Mapping[str, Part]) -> Published:
+    def _publish(self, step: int, parts: Mapping[str, Part], held_up: float) -> Published:
         began = time.perf_counter()
         forms = {name: (str(part.values.dtype), part.shape) for name, part in parts.items()}
         state = blob.held(parts)
@@ -219,6 +223,7 @@ class Publisher:
             changes=sum(chunk.changes for chunk in chunks),
             stored=sum(chunk.length for chunk in chunks),
             seconds=time.perf_counter() - began,
+            held_up=held_up,
         )
         self._announce(version)
         try:

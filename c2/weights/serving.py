@@ -2,7 +2,13 @@
 
 The trainer keeps f32 masters and rounds them where they are multiplied; an engine that gets the
 rounded numbers computes with the same ones (report section 6.1: the forward pass must match
-inference). What is used in f32 - norms, routers, selection biases - stays f32.
+inference). `ParamSpec.used_as` says what is rounded: matrices are, but for routers; norms and
+selection biases are not.
+
+    form = make_serving_form(specs, cfg.dtype, mesh=mesh)       # the trainer, once
+    publisher.publish(step, devices.parts(form(state.params)))  # every rank, after a step
+    subscriber = Subscriber(store, wanted(specs, cfg.dtype))    # an engine
+    params = restore(subscriber.current.tensors, specs)
 """
 
 from collections.abc import Callable, Mapping
@@ -11,18 +17,24 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from c2.config import ConfigError
+from c2.weights.devices import spread
 from c2.weights.manifest import MismatchError
+from c2.weights.shards import Want, wants
 from pallas_kernels import nvfp4
 
 Experts = Literal["native", "nvfp4"]
 
-_IN_F32 = (("embed", "expert"),)  # axes of the router's matrix, see `c2.models.moe.score`
+
+def experts_for(precision: str) -> Experts:
+    """How the routed experts of a model with this `MoEConfig.precision` are published."""
+    return "nvfp4" if precision == "nvfp4_fwd_mxfp8_bwd" else "native"
 
 
 def make_serving_form(
-    specs: Any, dtype: str, experts: Experts = "native"
+    specs: Any, dtype: str, experts: Experts = "native", *, mesh: Mesh | None = None
 ) -> Callable[[Any], dict[str, jax.Array]]:
     """Builds the function that turns master parameters into what is published.
 
@@ -31,14 +43,15 @@ def make_serving_form(
       dtype: in which the forward pass multiplies, the model's ``dtype``.
       experts: "nvfp4" publishes the routed experts' matrices as codes and scales, the bytes that
         the grouped matmul makes of them in the precision "nvfp4_fwd_mxfp8_bwd".
+      mesh: where parameters lie; rows are spread over it, so that every device has a share.
 
     Returns:
       A jitted function of the parameters. Its result has a tensor per layer, named by the path
       and, where layers are stacked, the layer: ``moe.attention.q_up.3``. An NVFP4 matrix
       [expert, in, ...] is ``NAME.codes`` uint8 [expert, out, in / 2] with ``NAME.block_scales``
-      and ``NAME.outer_scale``, quantised along the axis that is summed over. Rows of the leading
-      axis, experts in the latter case, can be shared among ranks. All arrays are fresh: the
-      parameters may be donated to the next step at once.
+      and ``NAME.outer_scale``, quantised along the axis that is summed over. Rows, experts in the
+      latter case, can be shared among ranks, see `devices`. All arrays are fresh: the parameters
+      may be donated to the next step at once.
 
     Raises:
       ConfigError: for another ``experts``.
@@ -47,18 +60,25 @@ def make_serving_form(
         raise ConfigError(f"experts: {experts!r}; legal: native, nvfp4")
     paths, _ = jax.tree_util.tree_flatten_with_path(specs)
 
-    @jax.jit
     def serving_form(params: Any) -> dict[str, jax.Array]:
         tensors = {}
         for (path, spec), leaf in zip(paths, jax.tree.leaves(params), strict=True):
             stacked = spec.axes[:1] == ("layer",)
-            for field, values in _rounded(spec.axes[stacked:], leaf, dtype, experts).items():
+            for field, values in _fields(rounded(spec, leaf, dtype, experts)).items():
                 layers = {f".{i}": x for i, x in enumerate(values)} if stacked else {"": values}
                 tensors |= {f"{_name(path)}{i}{field}": x for i, x in layers.items()}
         # without the copy, jit would hand out f32 parameters themselves, soon to be donated
         return jax.tree.map(jnp.copy, tensors)
 
-    return serving_form
+    if mesh is None:
+        return jax.jit(serving_form)
+    shapes = jax.eval_shape(serving_form, _abstract(specs))
+    return jax.jit(serving_form, out_shardings=jax.tree.map(lambda x: spread(x, mesh), shapes))
+
+
+def wanted(specs: Any, dtype: str, experts: Experts = "native") -> dict[str, Want]:
+    """All that a function of `make_serving_form` publishes, for a subscriber that serves it."""
+    return wants(jax.eval_shape(make_serving_form(specs, dtype, experts), _abstract(specs)))
 
 
 def restore(tensors: Mapping[str, np.ndarray], specs: Any) -> Any:
@@ -104,14 +124,22 @@ def _name(path: tuple) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def _rounded(
-    axes: tuple[str, ...], values: jax.Array, dtype: str, experts: Experts
-) -> dict[str, jax.Array]:
-    """What is published of a tensor with these axes, or of a stack of such, by suffix of name."""
-    if len(axes) < 2 or axes in _IN_F32:
-        return {"": values}
-    if axes[0] != "expert" or experts == "native":
-        return {"": values.astype(dtype)}
+def _abstract(specs: Any) -> Any:
+    return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs)
+
+
+def rounded(spec: Any, values: jax.Array, dtype: str, experts: Experts) -> jax.Array | nvfp4.NVFP4:
+    """One tensor, or a stack of layers, as it is published; arguments as of `make_serving_form`."""
+    axes = [axis for axis in spec.axes if axis != "layer"]
+    if experts == "native" or axes[:1] != ["expert"] or len(axes) == 1:
+        return values.astype(spec.used_as(dtype))
     lead = values.ndim - len(axes) + 2  # with expert and the axis that is summed over
     matrix = values.astype(jnp.bfloat16).reshape(*values.shape[:lead], -1).swapaxes(-1, -2)
-    return {f".{field}": part for field, part in nvfp4.quantize(matrix)._asdict().items()}
+    return nvfp4.quantize(matrix)
+
+
+def _fields(values: jax.Array | nvfp4.NVFP4) -> dict[str, jax.Array]:
+    """The arrays of a tensor by suffix of name."""
+    if not isinstance(values, nvfp4.NVFP4):
+        return {"": values}
+    return {f".{field}": part for field, part in values._asdict().items()}

@@ -26,7 +26,7 @@ import numpy as np
 
 from c2.config import ConfigError
 from c2.weights import blob, manifest
-from c2.weights.blob import State
+from c2.weights.blob import Cost, State
 from c2.weights.manifest import BrokenLinkError, Manifest, MismatchError
 from c2.weights.shards import Want
 from c2.weights.store import Store
@@ -42,12 +42,14 @@ class Snapshot(NamedTuple):
       step: the trainer's.
       chain: its chain hash.
       tensors: the wanted rows of every tensor; read-only.
+      cost: of building it.
     """
 
     version: int
     step: int
     chain: str
     tensors: Mapping[str, np.ndarray]
+    cost: Cost
 
 
 class Subscriber:
@@ -68,6 +70,7 @@ class Subscriber:
             raise ConfigError(f"workers: {workers}; legal: at least 1")
         self._store, self._want, self._workers = store, dict(want), workers
         self._held: tuple[Manifest, State] | None = None
+        self._cost = Cost()
         self.current: Snapshot | None = None
 
     def poll(self) -> bool:
@@ -84,10 +87,12 @@ class Subscriber:
         newest = int(versions[-1])
         if self.current and newest < self.current.version:
             raise BrokenLinkError(f"version {newest} is the newest of a store that had later ones")
+        self._cost = Cost()
         built = self._by_deltas(newest) or self._from_anchor(newest)
         link, state = built
         tensors = {name: _rows(self._want[name], held) for name, held in state.items()}
-        self._held, self.current = built, Snapshot(link.version, link.step, link.chain, tensors)
+        snapshot = Snapshot(link.version, link.step, link.chain, tensors, self._cost)
+        self._held, self.current = built, snapshot
         return True
 
     def follow(
@@ -151,7 +156,9 @@ class Subscriber:
         return link, state
 
     def _stage(self, new: Manifest, base: State | None) -> State:
-        return blob.stage(self._store, new.tensors, self._want, base, workers=self._workers)
+        state, cost = blob.stage(self._store, new.tensors, self._want, base, workers=self._workers)
+        self._cost = self._cost.plus(cost)
+        return state
 
     def _manifest(self, folder: str, version: int) -> Manifest:
         name = f"{folder}/{version:08d}"

@@ -5,14 +5,15 @@ import jax.numpy as jnp
 
 from pallas_kernels.expert_mlp import grouped, xla
 from pallas_kernels.grouped_matmul.api import Impl, Precision
+from pallas_kernels.nvfp4 import NVFP4
 
 
 def expert_mlp(
     x: jax.Array,
     routes: jax.Array,
     weights: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
+    gate_up: jax.Array | NVFP4,
+    down: jax.Array | NVFP4,
     *,
     precision: Precision = "native",
     impl: Impl = "xla",
@@ -28,7 +29,8 @@ def expert_mlp(
       routes: int32 [tokens, top_k], the experts e_k of each token; a negative id routes nowhere.
       weights: f32 [tokens, top_k].
       gate_up: [expert, embed, 2, ffw], gate first.
-      down: [expert, ffw, embed].
+      down: [expert, ffw, embed]. In precision "nvfp4" both may be codes already, of
+        [expert, 2 * ffw, embed] and [expert, embed, ffw]; there is no gradient then.
       precision: of the products, see `pallas_kernels.grouped_matmul.grouped_matmul`.
       impl: its backend. "xla" in native precision is one fused loop made for CPUs; everything else
         goes through the grouped matmul.
@@ -41,9 +43,16 @@ def expert_mlp(
       ValueError: if shapes disagree.
       NotImplementedError: if the grouped matmul has no such product, with the numbers.
     """
-    experts, embed, two, ffw = gate_up.shape
-    if two != 2 or down.shape != (experts, ffw, embed) or x.shape[1:] != (embed,):
-        raise ValueError(f"x {x.shape}, gate_up {gate_up.shape}, down {down.shape} disagree")
+    if isinstance(gate_up, NVFP4):
+        experts, features, half = gate_up.codes.shape
+        embed, legal = 2 * half, (experts, 2 * half, features // 4)
+        agree = down.codes.shape == legal
+    else:
+        experts, embed, two, ffw = gate_up.shape
+        agree = two == 2 and down.shape == (experts, ffw, embed)
+    if not agree or x.shape[1:] != (embed,):
+        shapes = jax.tree.map(jnp.shape, (gate_up, down))
+        raise ValueError(f"x {x.shape}, gate_up and down {shapes} disagree")
     if routes.shape != weights.shape or routes.shape[:1] != x.shape[:1]:
         raise ValueError(
             f"routes {routes.shape} and weights {weights.shape} must be [tokens, top_k] for "

@@ -9,23 +9,24 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.nvfp4 import NVFP4
 
 ROUTING = "routing"  # name of small results that are dear to compute, for `jax.checkpoint`
 
 
 def expert_mlp(x, routes, weights, gate_up, down, precision, impl):
     """See `pallas_kernels.expert_mlp.expert_mlp`."""
-    tokens, top_k = routes.shape
-    experts, embed, _, ffw = gate_up.shape
+    (tokens, top_k), embed = routes.shape, x.shape[1]
+    experts = len(jax.tree.leaves(gate_up)[0])
+    if not isinstance(gate_up, NVFP4):
+        gate_up = gate_up.reshape(experts, embed, -1)
     operand = x.dtype if precision == "native" else jnp.bfloat16
     expert = jnp.where(routes < 0, experts, routes).reshape(-1)  # dropped ones come last
     order, place = sorted_by(expert, experts + 1)
     sizes = jnp.bincount(expert, length=experts).astype(jnp.int32)
 
     rows = _permute(jnp.repeat(x.astype(operand), top_k, axis=0), order, place)
-    hidden = grouped_matmul(
-        rows, gate_up.reshape(experts, embed, 2 * ffw), sizes, precision=precision, impl=impl
-    )
+    hidden = grouped_matmul(rows, gate_up, sizes, precision=precision, impl=impl)
     gate, up = jnp.split(hidden.astype(jnp.float32), 2, axis=-1)
     act = (jax.nn.silu(gate) * up).astype(operand)
     out = grouped_matmul(act, down, sizes, precision=precision, impl=impl)

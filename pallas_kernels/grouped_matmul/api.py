@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_matmul import recipe
+from pallas_kernels.nvfp4 import NVFP4
 
 Precision = Literal["native", "mxfp8", "nvfp4"]
 Impl = Literal["xla", "tpu", "hopper", "blackwell", "interpret"]
@@ -13,7 +14,7 @@ Impl = Literal["xla", "tpu", "hopper", "blackwell", "interpret"]
 
 def grouped_matmul(
     lhs: jax.Array,
-    rhs: jax.Array,
+    rhs: jax.Array | NVFP4,
     group_sizes: jax.Array,
     *,
     precision: Precision = "native",
@@ -40,7 +41,8 @@ def grouped_matmul(
     Args:
       lhs: bf16 or f32 [rows, k].
       rhs: [group, k, n]; another dtype than that of ``lhs``, as of f32 master weights, is rounded
-        to it first.
+        to it first. Under "nvfp4" also [group, n, k] that is quantised already, as by an engine's
+        publisher; such a product has no gradient.
       group_sizes: int32 [group], not negative, at most ``rows`` in total.
       precision: "native" (the dtype of ``lhs``), "mxfp8" or "nvfp4".
       impl: "xla" (default, on every platform; made for CPUs), "tpu", "hopper", "blackwell", or
@@ -55,6 +57,8 @@ def grouped_matmul(
       NotImplementedError: if blocks do not divide k or n; if an operand is too wide for "tpu"; from
         "hopper" and "blackwell", if tiles do not divide the shapes, or native operands are f32.
     """
+    if isinstance(rhs, NVFP4):
+        return _with_codes(lhs, rhs, group_sizes, precision, impl)
     if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[1] or not rhs.shape[0]:
         raise ValueError(f"lhs {lhs.shape} and rhs {rhs.shape} must be [rows, k] and [group, k, n]")
     if group_sizes.shape != rhs.shape[:1]:
@@ -76,3 +80,15 @@ def grouped_matmul(
         )
     lhs, rhs, sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes, jnp.int32)
     return recipe.grouped_matmul(lhs, rhs, sizes, precision, impl)
+
+
+def _with_codes(lhs, rhs, group_sizes, precision, impl):
+    groups, _, half = rhs.codes.shape
+    if precision != "nvfp4":
+        raise ValueError(f"rhs is NVFP4, but precision is {precision!r}; legal for it: 'nvfp4'")
+    if lhs.ndim != 2 or lhs.shape[1] != 2 * half or group_sizes.shape != (groups,):
+        raise ValueError(
+            f"lhs {lhs.shape}, codes of rhs {rhs.codes.shape} and group_sizes {group_sizes.shape} "
+            "must be [rows, k], [group, n, k / 2] and [group]"
+        )
+    return recipe.quantised_matmul(lhs, rhs, jnp.asarray(group_sizes, jnp.int32), impl)

@@ -66,10 +66,18 @@ def _on_numbers(product: Callable) -> Callable:
     return decoded
 
 
-def _nvfp4(x: jax.Array, impl: str) -> tuple[nvfp4.NVFP4, jax.Array]:
+def _nvfp4(q: nvfp4.NVFP4) -> tuple[nvfp4.NVFP4, jax.Array]:
     """Codes without their outer scales, and these."""
-    q = nvfp4.quantize(x, impl=impl)
     return q._replace(outer_scale=jnp.ones_like(q.outer_scale)), q.outer_scale
+
+
+def quantised_matmul(lhs, rhs: nvfp4.NVFP4, group_sizes, impl):
+    """The forward product under "nvfp4" with matrices [group, n, k] that are codes already."""
+    matmul, *_, quantisers = _backend(impl)
+    left, row_scales = _nvfp4(nvfp4.quantize(lhs, impl=quantisers))
+    right, column_scales = _nvfp4(rhs)
+    scales = row_scales, column_scales
+    return matmul(left, right, group_sizes, lhs.dtype, transposed=True, scales=scales)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -88,10 +96,8 @@ def _forward(lhs, rhs, group_sizes, precision, impl):
             left, right = (mxfp8.quantize(x, 1, impl=quantisers) for x in (lhs, weights))
             out = matmul(left, right, group_sizes, lhs.dtype)
         case "nvfp4":
-            left, row_scales = _nvfp4(lhs, quantisers)
-            right, column_scales = _nvfp4(weights.swapaxes(1, 2), quantisers)
-            scales = row_scales, column_scales
-            out = matmul(left, right, group_sizes, lhs.dtype, transposed=True, scales=scales)
+            columns = nvfp4.quantize(weights.swapaxes(1, 2), impl=quantisers)
+            out = quantised_matmul(lhs, columns, group_sizes, impl)
     return out, (lhs, rhs, group_sizes)
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -88,11 +89,52 @@ def expected_log_probs(forward):
     return of
 
 
+@pytest.fixture(scope="session")
+def mixed_log_probs(model):
+    """Log-probabilities of a completion's tokens by a cache that several policies have filled.
+
+    (policies, completion, read_by) -> f32 [token]; ``read_by`` [prompt - 1] says which policy read
+    each token of the prompt. Every other entry is of the policy that it was fed to: the one that
+    sampled the next token.
+    """
+    chunk = 8
+    options = {"xla_backend_optimization_level": 0}
+
+    @partial(jax.jit, compiler_options=options)
+    def step(params, tokens, real, cache):
+        out = models.forward(params, tokens, model, segment_ids=real, cache=cache)
+        return out.logits, out.cache
+
+    def feed(params, cache, tokens):
+        logits = []
+        for begin in range(0, len(tokens), chunk):
+            piece = tokens[begin : begin + chunk]
+            padded, real = np.zeros((2, 1, chunk), np.int32)
+            padded[0, : len(piece)], real[0, : len(piece)] = piece, 1
+            out, cache = step(params, padded, real, cache)
+            logits.append(np.asarray(out[0, : len(piece)]))
+        return np.concatenate(logits), cache
+
+    def of(policies, completion, read_by):
+        tokens = np.concatenate([completion.prompt, completion.tokens])[:-1]
+        fed_to = np.concatenate([read_by, completion.versions])
+        cache, logits = models.init_cache(model, 1, ENGINE.capacity), []
+        for version in np.unique(fed_to):
+            out, cache = feed(policies[version], cache, tokens[fed_to == version])
+            logits.append(out)
+        logits = np.concatenate(logits)[len(read_by) :] / completion.temperature
+        log_probs = np.asarray(jax.nn.log_softmax(jnp.asarray(logits)))
+        return log_probs[np.arange(len(completion.tokens)), completion.tokens]
+
+    return of
+
+
 class FakeDevice:
     """A policy without a model: the next token is a hash of all before it and of the weights.
 
     It remembers which tokens lie in which slot, so that a wrong slot, length or order changes the
-    tokens that come out. The step it emits at does not matter.
+    tokens that come out; and which weights made each entry, which must fit `after_update`. The step
+    it emits at does not matter.
     """
 
     compilations = 0
@@ -101,6 +143,9 @@ class FakeDevice:
         self.engine, self.vocab, self.params = engine, vocab, params
         self.cache = [[] for _ in range(engine.slots)]
         self.kept = [[] for _ in range(engine.prefix_entries)]
+        self.swaps = 0
+        self.made = [[] for _ in range(engine.slots)]  # number of swaps before each entry
+        self.kept_made = [[] for _ in range(engine.prefix_entries)]
 
     def next_token(self, tokens, seed, request, params):
         text = repr(([int(t) for t in tokens], int(seed), int(request), params)).encode()
@@ -114,6 +159,7 @@ class FakeDevice:
 
     def swap(self, params):
         self.params = params
+        self.swaps += 1
 
     def prefill(self, chunk):
         for slot, length, tokens, count in zip(
@@ -122,6 +168,7 @@ class FakeDevice:
             if count:
                 self.cache[slot] = self.cache[slot][:length] + [int(t) for t in tokens[:count]]
                 assert len(self.cache[slot]) == length + count
+                self.made[slot] = self.made[slot][:length] + [self.swaps] * int(count)
         return np.repeat(chunk.tokens[..., None, None], 2, axis=-1).astype(np.int16)
 
     def decode(self, slots, *, speculate=False):
@@ -131,6 +178,9 @@ class FakeDevice:
         for slot in np.flatnonzero(slots.live):
             cache, last = self.cache[slot][: slots.length[slot]], int(slots.last[slot])
             assert len(cache) == slots.length[slot]
+            made = self.made[slot][: len(cache)]
+            assert made == sorted(made)
+            assert self.engine.after_update == "keep" or set(made) <= {self.swaps}
             count = int(slots.count[slot])
             for step in range(self.engine.steps):
                 cache.append(last)
@@ -142,15 +192,17 @@ class FakeDevice:
                 if last in slots.stop[slot] or count == slots.budget[slot]:
                     break
             self.cache[slot] = cache
+            self.made[slot] = made + [self.swaps] * (len(cache) - len(made))
         log_probs = -tokens.astype(np.float32)
         nothing = np.zeros(shape[:2], bool)
         return Emitted(tokens, log_probs, routes, nothing, nothing)
 
     def keep(self, slot, entry):
-        self.kept[entry] = list(self.cache[slot])
+        self.kept[entry], self.kept_made[entry] = list(self.cache[slot]), list(self.made[slot])
 
     def take(self, entry, slot):
-        self.cache[slot] = list(self.kept[entry])
+        self.cache[slot], self.made[slot] = list(self.kept[entry]), list(self.kept_made[entry])
+        assert set(self.made[slot]) == {self.swaps}
 
 
 @pytest.fixture(scope="session")

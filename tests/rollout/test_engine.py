@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from c2.config import ConfigError
+from c2.records import Completion
 from c2.rollout import engine as engines
 from c2.rollout.config import EngineConfig, Request
 from c2.rollout.engine import Engine, EngineError
@@ -100,6 +101,33 @@ def test_new_weights_in_flight(start):
     with pytest.raises(ConfigError, match="version: 3; legal: above"):
         engine.stage("older", 3).result(10)
     assert engine.metrics()["version"] == 3
+
+
+def test_decoding_goes_on_while_weights_are_staged(start, fake_device):
+    """All of a request is sampled between the beginning and the end of `stage`."""
+    begun, ended = threading.Event(), threading.Event()
+
+    class Slow(fake_device):
+        def place(self, params):
+            begun.set()
+            assert ended.wait(10)
+            return params
+
+        def decode(self, slots, *, speculate=False):
+            assert begun.wait(10)
+            return super().decode(slots, speculate=speculate)
+
+    engine, _ = start(Slow)
+    events = []
+
+    def emit(event):
+        events.append(event)
+        if isinstance(event, Completion):
+            ended.set()
+
+    engine.submit(Request(prompt=[1], max_tokens=20), emit)
+    assert engine.stage("new", 1).result(10) == 1
+    assert len(events) == 11 and set(events[-1].versions) == {0}
 
 
 def test_bad_requests_are_refused_at_once(start):

@@ -1,4 +1,4 @@
-"""Grouped-query attention, and bf16 with the engine's routes replayed."""
+"""Other models than the one of the other tests, with the engine's routes replayed."""
 
 from dataclasses import replace
 from functools import partial
@@ -9,45 +9,34 @@ import numpy as np
 import pytest
 
 from c2 import models
+from c2.config import ConfigError
 from c2.models import GQAConfig
 from c2.rollout.config import Request
 from c2.rollout.scheduler import Scheduler, run
+from c2.weights.serving import experts_for, make_serving_form, restore
 
 GROUPED = GQAConfig(heads=4, kv_heads=2, head_dim=8, qk_norm=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fields", "atol"),
-    [
-        pytest.param({"attention": GROUPED, "mtp": 0}, 1e-5, id="grouped queries"),
-        pytest.param(
-            {"dtype": "bfloat16"},
-            1e-2,
-            id="bf16",
-            marks=pytest.mark.xfail(
-                strict=True,  # the bound stands; whoever reaches it takes this out
-                reason="latents decode without expanded keys, which rounds differently: up to .03",
-            ),
-        ),
-        pytest.param({"moe": None, "dense_layers": 3, "mtp": 0}, 1e-5, id="dense"),
-    ],
-)
-def test_log_probs_are_the_trainers(fields, atol, model, random_params, build_device):
-    cfg = replace(model, **fields)
-    params = random_params(cfg)
-    device = build_device(cfg, params, prefix_entries=0)
+def sample(device, cfg):
+    """Completions behind short and long prompts, at all temperatures."""
     rng = np.random.default_rng(0)
     requests = [
         Request(prompt=rng.integers(61, size=n).tolist(), max_tokens=20, id=n, temperature=t)
         for n, t in ((1, 0.6), (9, 1.0), (30, 1.4))
     ]
-    completions = run(Scheduler(device, device.engine, cfg.vocab), requests)
+    return run(Scheduler(device, device.engine, cfg.vocab), requests)
 
-    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+def trainers_log_probs(cfg, params, completions):
+    """By the forward pass over whole sequences; f32 [token] of all completions."""
+    options = {"xla_backend_optimization_level": 0, "xla_allow_excess_precision": False}
+
+    @partial(jax.jit, compiler_options=options)
     def forward(tokens, segment_ids, routes):
         return models.forward(params, tokens, cfg, segment_ids=segment_ids, routes=routes).logits
 
+    out = []
     for c in completions:
         tokens = np.concatenate([c.prompt, c.tokens])
         row, real = np.zeros((2, 1, 64), np.int32)
@@ -57,4 +46,88 @@ def test_log_probs_are_the_trainers(fields, atol, model, random_params, build_de
         replayed = routes if cfg.moe else None
         log_probs = jax.nn.log_softmax(forward(row, real, replayed)[0] / c.temperature)
         places = jnp.arange(len(c.prompt) - 1, len(tokens) - 1)
-        np.testing.assert_allclose(c.log_probs, log_probs[places, c.tokens], atol=atol)
+        out.append(log_probs[places, c.tokens])
+    return np.concatenate(out)
+
+
+def recorded(completions):
+    return np.concatenate([c.log_probs for c in completions])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fields", "atol"),
+    [
+        pytest.param({"attention": GROUPED, "mtp": 0}, 1e-5, id="grouped queries"),
+        pytest.param(
+            {"attention": GROUPED, "mtp": 0, "dtype": "bfloat16"}, 1e-2, id="grouped queries, bf16"
+        ),
+        pytest.param({"moe": None, "dense_layers": 3, "mtp": 0}, 1e-5, id="dense"),
+    ],
+)
+def test_log_probs_are_the_trainers(fields, atol, model, random_params, build_device):
+    cfg = replace(model, **fields)
+    params = random_params(cfg)
+    completions = sample(build_device(cfg, params, prefix_entries=0), cfg)
+    expected = trainers_log_probs(cfg, params, completions)
+    np.testing.assert_allclose(recorded(completions), expected, atol=atol)
+
+
+@pytest.fixture(scope="module")
+def latents_in_bf16(model, random_params, build_device):
+    """Log-probabilities by the engine, the trainer, and exact arithmetic with the same numbers."""
+    cfg = replace(model, dtype="bfloat16", mtp=0)
+    params = random_params(cfg)
+    completions = sample(build_device(cfg, params, prefix_entries=0), cfg)
+    used = jax.tree.map(
+        lambda s, x: x.astype(s.used_as(cfg.dtype)).astype(s.dtype), models.spec(cfg), params
+    )
+    trainer = trainers_log_probs(cfg, params, completions)
+    exact = trainers_log_probs(replace(cfg, dtype="float32"), used, completions)
+    return recorded(completions), trainer, exact
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(
+    strict=True,  # the bound stands; whoever reaches it takes this out
+    reason="latents decode without expanded keys and values, which are rounded to bf16",
+)
+def test_log_probs_are_the_trainers_in_bf16(latents_in_bf16):
+    engine, trainer, _ = latents_in_bf16
+    np.testing.assert_allclose(engine, trainer, atol=1e-2)
+
+
+@pytest.mark.slow
+def test_in_bf16_the_engine_rounds_no_more_than_the_trainer(latents_in_bf16):
+    """Why 1e-2 is out of reach: the trainer is further than that from exact arithmetic.
+
+    So is then any engine that does not repeat the trainer's very roundings, however precise it is.
+    """
+    engine, trainer, exact = latents_in_bf16
+    assert np.abs(trainer - exact).max() > 1e-2
+    assert np.sqrt(np.mean((engine - exact) ** 2)) < 1.5 * np.sqrt(np.mean((trainer - exact) ** 2))
+
+
+@pytest.mark.slow
+def test_published_nvfp4_experts_give_the_trainers_numbers(model, random_params, build_device):
+    """The engine gets codes, the trainer has masters and quantises."""
+    moe = replace(model.moe, intermediate=32, precision="nvfp4_fwd_mxfp8_bwd")
+    cfg = replace(model, moe=moe)
+    params = random_params(cfg)
+    form = make_serving_form(models.spec(cfg), cfg.dtype, experts_for(moe.precision))
+    published = restore(form(params), models.spec(cfg))
+    device = build_device(cfg, published, prefix_entries=0)
+    assert device.params.moe[0].moe.gate_up.codes.dtype == jnp.uint8
+    completions = sample(device, cfg)
+    expected = trainers_log_probs(cfg, params, completions)
+    np.testing.assert_allclose(recorded(completions), expected, atol=1e-5)
+    native = trainers_log_probs(
+        replace(cfg, moe=replace(moe, precision="native")), params, completions
+    )
+    assert np.abs(native - expected).max() > 1e-2
+
+    placed = device.place(params)  # masters become the same codes
+    for one, other in zip(*map(jax.tree.leaves, (placed, device.params)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    with pytest.raises(ConfigError, match="tree is not the model's"):
+        device.place(params.replace(norm=None))

@@ -1,33 +1,42 @@
-"""New weights while sequences are being sampled."""
+"""New weights at any token of sequences that are being sampled."""
 
 from dataclasses import replace
-from functools import partial
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from c2 import models
 from c2.records import Completion
 from c2.rollout.config import Request
 from c2.rollout.scheduler import Scheduler, run
 
-CHUNK = 8
-FIRST_UPDATE = 3  # rounds before it
+STOP = 5
+SEEDS = range(4)
 
 
-@pytest.fixture(scope="module")
-def requests(model):
-    rng = np.random.default_rng(3)
+class Halting:
+    """A device whose dispatches end early, slot by slot, so that updates can come at any token."""
+
+    def __init__(self, device, rng):
+        self._device, self._rng = device, rng
+
+    def __getattr__(self, name):
+        return getattr(self._device, name)
+
+    def decode(self, slots, *, speculate=False):
+        steps = self._rng.integers(1, self._device.engine.steps + 1, len(slots.count))
+        budget = np.minimum(slots.budget, slots.count + steps).astype(np.int32)
+        return self._device.decode(slots.replace(budget=budget), speculate=speculate)
+
+
+def random_requests(rng, vocab):
+    """Eight of them; half end with a stop token that is dictated, so that no draw decides."""
     return [
         Request(
-            prompt=rng.integers(model.vocab, size=rng.integers(2, 30)).tolist(),
-            max_tokens=30,
+            prompt=rng.integers(vocab, size=rng.integers(2, 30)).tolist(),
+            max_tokens=int(rng.integers(20, 31)),
             temperature=(0.6, 1.0, 1.4)[i % 3],
-            stop=(5,),
-            # the stop token is dictated, so that no draw decides where a sequence ends
-            forced={int(rng.integers(8, 29)): 5} if i % 2 else {},
+            stop=(STOP,) if i % 2 else (),
+            forced={int(rng.integers(8, 19)): STOP} if i % 2 else {},
             seed=2,
             id=i,
         )
@@ -35,112 +44,109 @@ def requests(model):
     ]
 
 
-def with_updates(device, model, weights, requests, after_update):
-    """Runs requests while weights change twice; some are still reading their prompts then."""
-    engine = replace(device.engine, after_update=after_update)
-    scheduler = Scheduler(device, engine, model.vocab)
-    completions = [None] * len(requests)
+def with_updates(device, weights, requests, after_update, rng):
+    """Runs requests while weights change at random rounds.
+
+    Returns the completions, and for each the weights in use when each token of its prompt was
+    read first, and when each of its tokens was emitted.
+    """
+    engine = replace(device.engine, after_update=after_update, prefix_entries=0)
+    scheduler = Scheduler(Halting(device, rng), engine, device.cfg.vocab)
+    completions, emitted = {}, {i: [] for i in range(len(requests))}
+    current = 0
 
     def receive(i):
         def emit(event):
             if isinstance(event, Completion):
                 completions[i] = event
+            else:
+                emitted[i] += [current] * len(event)
 
         return emit
 
     for i, request in enumerate(requests):
         scheduler.submit(request, receive(i))
-    for version, rounds in ((1, FIRST_UPDATE), (2, 5)):
-        for _ in range(rounds):
+    due = sorted(rng.choice(np.arange(1, 12), len(weights) - 1, replace=False))
+    in_round = []
+    while not scheduler.idle:
+        if current < len(due) and len(in_round) == due[current]:
+            current += 1
+            scheduler.update(device.place(weights[current]), current)
+            assert scheduler.pause_s > 0
+        scheduler.round()
+        in_round.append(current)
+    device.swap(device.place(weights[0]))
+    # a round reads one chunk of every prompt
+    chunks = [np.arange(len(r.prompt) - 1) // engine.prefill_chunk for r in requests]
+    read_by = [np.take(in_round, chunk) for chunk in chunks]
+    return [(completions[i], read_by[i], emitted[i]) for i in range(len(requests))]
+
+
+@pytest.mark.parametrize("after_update", ["keep", "recompute"])
+def test_weights_that_change_at_random_tokens(
+    after_update, device, model, weights, mixed_log_probs, expected_log_probs
+):
+    """Lengths and ends are as without updates, versions those in use, log-probabilities documented.
+
+    keep: of the newest weights over entries that older ones made. recompute: of the weights that
+    the token names, alone. Before the first update both are the old weights' forward pass.
+    """
+    gap, several, places = 0.0, 0, set()
+    for seed in SEEDS:
+        rng = np.random.default_rng(seed)
+        requests = random_requests(rng, model.vocab)
+        undisturbed = run(Scheduler(device, device.engine, model.vocab), requests)
+        updated = with_updates(device, weights, requests, after_update, rng)
+        for request, without, (c, read_by, emitted) in zip(
+            requests, undisturbed, updated, strict=True
+        ):
+            length = min((place + 1 for place in request.forced), default=request.max_tokens)
+            if not (request.stop and (c.tokens[: length - 1] == STOP).any()):  # by chance
+                assert len(c.tokens) == length
+                assert c.finish == ("stop" if request.stop else "length")
+            if not (request.stop and (without.tokens[: length - 1] == STOP).any()):
+                assert len(without.tokens) == length
+            assert c.versions.tolist() == emitted and emitted == sorted(emitted)
+            first = c.versions == 0
+            np.testing.assert_array_equal(c.tokens[first], without.tokens[: first.sum()])
+            clean = np.stack([expected_log_probs(w, c) for w in weights])
+            clean = clean[c.versions, np.arange(len(c.tokens))]
+            np.testing.assert_allclose(c.log_probs[first], clean[first], atol=1e-5)
+            mixed = mixed_log_probs(weights, c, read_by)
+            expected = mixed if after_update == "keep" else clean
+            np.testing.assert_allclose(c.log_probs, expected, atol=1e-5)
+            gap = max(gap, np.abs(mixed - clean).max())
+            several += len(set(emitted)) > 1
+            places |= {place % 4 for place in np.flatnonzero(np.diff(emitted)).tolist()}
+    assert gap > 1e-3 and several > 10 and places == {0, 1, 2, 3}  # or nothing was shown
+
+
+def test_updates_with_prefixes(device, model, weights, expected_log_probs):
+    """Groups with common prompts, more than fit: as if everything had been read afresh."""
+    rng = np.random.default_rng(9)
+    prompts = [rng.integers(model.vocab, size=n).tolist() for n in (17, 25)]
+    requests = [
+        Request(prompt=prompts[i % 2], max_tokens=int(rng.integers(4, 30)), seed=1, id=i)
+        for i in range(24)
+    ]
+    engine = replace(device.engine, after_update="recompute")
+    scheduler = Scheduler(Halting(device, rng), engine, model.vocab)
+    completions = []
+    for request in requests:
+        scheduler.submit(request, lambda e: isinstance(e, Completion) and completions.append(e))
+    for version in (1, 2):
+        for _ in range(9):
             scheduler.round()
         scheduler.update(device.place(weights[version]), version)
-        assert scheduler.pause_s > 0
     while not scheduler.idle:
         scheduler.round()
     device.swap(device.place(weights[0]))
-    return completions
-
-
-@pytest.fixture(scope="module", params=["keep", "recompute"])
-def updated(request, device, model, weights, requests):
-    done = with_updates(device, model, weights, requests, request.param)
-    return request.param, done
-
-
-@pytest.fixture(scope="module")
-def cached_forward(model):
-    """Feeds a stretch of tokens to a cache: (params, cache, tokens) -> logits, cache."""
-    options = {"xla_backend_optimization_level": 0}
-
-    @partial(jax.jit, compiler_options=options)
-    def step(params, chunk, real, cache):
-        out = models.forward(params, chunk, model, segment_ids=real, cache=cache)
-        return out.logits, out.cache
-
-    def over(params, cache, tokens):
-        logits = []
-        for begin in range(0, len(tokens), CHUNK):
-            piece = tokens[begin : begin + CHUNK]
-            chunk, real = np.zeros((2, 1, CHUNK), np.int32)
-            chunk[0, : len(piece)], real[0, : len(piece)] = piece, 1
-            out, cache = step(params, chunk, real, cache)
-            logits.append(np.asarray(out[0, : len(piece)]))
-        return np.concatenate(logits), cache
-
-    return over
-
-
-def test_lengths_and_ends_are_those_without_an_update(updated, device, model, requests):
-    undisturbed = run(Scheduler(device, device.engine, model.vocab), requests)
-    _, completions = updated
-    compared = 0
-    for with_, without, request in zip(completions, undisturbed, requests, strict=True):
-        if not any((c.tokens[~c.forced] == 5).any() for c in (with_, without)):  # by chance
-            compared += 1
-            dictated = min((p + 1 for p in request.forced), default=30)
-            assert len(with_.tokens) == len(without.tokens) == dictated
-            assert with_.finish == without.finish == ("stop" if request.forced else "length")
-    assert compared >= 4 and {c.finish for c in completions} == {"stop", "length"}
-
-
-def test_versions_never_decrease_and_all_three_occur(updated):
-    _, completions = updated
-    assert all((np.diff(c.versions) >= 0).all() for c in completions)
-    assert {v for c in completions for v in c.versions.tolist()} == {0, 1, 2}
-
-
-def test_every_token_has_the_log_probability_of_its_documented_forward(
-    updated, model, weights, cached_forward, expected_log_probs
-):
-    """Before an update the old weights' forward pass; after it, depending on the config.
-
-    keep: the new weights over entries that the old ones made. recompute: the new weights alone.
-    """
-    after_update, completions = updated
-    gap = 0.0
+    assert len(completions) == 24 and scheduler.metrics()["prefix_tokens"] > 100
+    assert len({tuple(np.unique(c.versions)) for c in completions}) > 3
     for c in completions:
         clean = np.stack([expected_log_probs(w, c) for w in weights])
         clean = clean[c.versions, np.arange(len(c.tokens))]
-        if after_update == "recompute":
-            np.testing.assert_allclose(c.log_probs, clean, atol=1e-5)
-            continue
-        read_by = np.arange(len(c.prompt) - 1) // CHUNK >= FIRST_UPDATE  # a chunk in a round
-        if (read_by == c.versions[0]).all():
-            first = c.versions == c.versions[0]
-            np.testing.assert_allclose(c.log_probs[first], clean[first], atol=1e-5)
-        tokens = np.concatenate([c.prompt, c.tokens])
-        fed_by = np.concatenate([read_by, c.versions])
-        cache, logits = models.init_cache(model, 1, 64), []
-        for version in np.unique(fed_by):
-            piece = tokens[:-1][fed_by == version]
-            out, cache = cached_forward(weights[version], cache, piece)
-            logits.append(out)
-        logits = np.concatenate(logits)[len(c.prompt) - 1 :] / c.temperature
-        mixed = np.asarray(jax.nn.log_softmax(jnp.asarray(logits)))
-        mixed = mixed[np.arange(len(c.tokens)), c.tokens]
-        np.testing.assert_allclose(c.log_probs, mixed, atol=1e-5)
-        gap = max(gap, np.abs(c.log_probs - clean).max())
-    assert after_update == "recompute" or gap > 1e-3  # the mixed forward is another one
+        np.testing.assert_allclose(c.log_probs, clean, atol=1e-5)
 
 
 def test_a_prefix_of_older_weights_is_not_used(device, model, weights, expected_log_probs):

@@ -21,10 +21,15 @@ def lacking() -> str | None:
 
 
 @pytest.fixture(scope="session")
-def bwrap(request):
-    """The default backend, or the one that a test module asks for."""
+def walls():
+    """Skips tests that need sandboxes where there can be none."""
     if why := lacking():
         pytest.skip(why)
+
+
+@pytest.fixture(scope="session")
+def bwrap(request, walls):
+    """The default backend, or the one that a test module asks for."""
     with getattr(request, "param", Bwrap)() as backend:
         yield backend
 

@@ -116,9 +116,15 @@ def test_jobs(bwrap, box):
 
 
 def test_zombies_are_reaped(bwrap, box):
-    shell(bwrap, box, "i=0; while [ $i -lt 20 ]; do (sleep 0.01 &); i=$((i+1)); done")
-    script = "sleep 0.2; grep -l '^State:.Z' /proc/[0-9]*/status | wc -l"
-    assert shell(bwrap, box, script).stdout.strip() == b"0"
+    def there() -> list[str]:
+        return [name for name in bwrap.list_dir(box, "/proc") if name.isdigit()]
+
+    before = there()  # the server, and what a test before has left
+    shell(bwrap, box, "i=0; while [ $i -lt 200 ]; do (sleep 0.01 &); i=$((i+1)); done")
+    end = time.monotonic() + 20
+    while there() != before and time.monotonic() < end:
+        time.sleep(0.02)
+    assert there() == before and "1" in before
 
 
 def test_supervisor_can_be_killed_but_not_escaped(bwrap, box):
@@ -313,7 +319,8 @@ def test_bad_requests(bwrap, box):
         require(bwrap, "fork", "pause")
     assert require(bwrap, "fork") is bwrap
     for name, calls in CAPABILITIES.items():
-        assert isinstance(bwrap, calls) == (name in bwrap.capabilities)
+        if name != "network_policy":  # it depends on settings
+            assert isinstance(bwrap, calls) == (name in bwrap.capabilities)
 
 
 def test_absurd_requests_cost_no_sandbox(bwrap, box):

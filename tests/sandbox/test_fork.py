@@ -244,6 +244,13 @@ def test_image(bwrap, made, tmp_path):
     )
     assert result.stdout == b"content /usr/local/bin:/usr/bin:/bin\nfile out\n", result
     assert bwrap.stat(made[0], "/usr/bin/env").kind is None
+    # Its own interpreter, whoever started the tool server.
+    facts = "import sys; print(sys.executable, sys.version_info[:3], sys.prefix)"
+    argv = ["python3", "-I", "-S", "-B", "-c", facts]
+    prepared = bwrap.finish(made[0], bwrap.prepare(made[0], argv), b"")
+    new = bwrap.exec(made[0], argv)
+    assert prepared.ok and prepared.stdout == new.stdout
+    assert new.stdout.startswith(b"/usr/bin/python3 (")
     # Its own programs can be changed, in this sandbox and its forks.
     bwrap.write(made[0], "/bin/sh", b"broken")
     made.append(bwrap.create(spec))

@@ -2,6 +2,7 @@
 
 import contextlib
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -21,6 +22,7 @@ from c2.weights.shards import whole
 from c2.weights.subscriber import Subscriber
 
 CONFIG = PublisherConfig(anchor_every=3, keep_anchors=2, chunk=12, lease_seconds=0.02)
+INTRUDER = PublisherConfig(lease_seconds=0.4)  # patient, so that a busy machine is no death
 CUTS = [[], [0.4]]  # of the two groups of readers
 READERS = [(0, 0), (1, 0), (1, 1)]  # group and rank
 
@@ -33,7 +35,7 @@ def machine(toy, new_store):
     class Interleavings(RuleBasedStateMachine):
         def __init__(self):
             super().__init__()
-            self.may_be_spoilt, self.newest = False, None
+            self.may_be_spoilt, self.intruded, self.newest = False, False, None
             self.store, self.trainer = new_store(), toy.Trainer()
             self.handed, self.published, self.spoilt = {}, {}, False
             self.write_end = toy.Flaky(self.store)
@@ -92,6 +94,13 @@ def machine(toy, new_store):
             else:
                 self.publisher.close()
             self.publisher = self.open_publisher()
+
+        @precondition(lambda self: not self.intruded)
+        @rule()
+        def second_publisher(self):
+            self.intruded = True  # once is enough: it watches for a moment
+            with pytest.raises(HeldError, match="test writes this chain"):
+                Publisher(self.store, INTRUDER, owner="second")
 
         @precondition(lambda self: self.may_be_spoilt)
         @rule(data=st.data(), how=st.sampled_from(["drop", "damage", "duplicate"]))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from c2.config import ConfigError
 from c2.weights import manifest
+from c2.weights import publisher as publisher_module
 from c2.weights.lease import HeldError
 from c2.weights.manifest import BrokenLinkError, MismatchError
 from c2.weights.publisher import Publisher, PublisherConfig
@@ -388,6 +389,59 @@ def test_publishing_does_not_wait_for_the_store(store, toy):
         assert publisher.wait().version == 1
         assert publisher.ready
         assert told == [1]
+
+
+def test_a_trainer_that_asks_first_never_waits(store, toy):
+    """Twenty steps fit into one upload; what they leave out is in the next version."""
+    stepped, slow, trainer = threading.Event(), toy.Flaky(store), toy.Trainer()
+
+    def write(name, data):
+        if name.startswith("blobs/00000001"):
+            assert stepped.wait(10)
+        store.write(name, data)
+
+    slow.write = write
+    with Publisher(slow, CONFIG, owner="test") as publisher:
+        for _ in range(20):
+            state = trainer.train()
+            if publisher.ready:
+                publisher.publish(trainer.step, whole(state))
+        stepped.set()
+        assert publisher.wait().step == 1
+        publisher.publish(trainer.step, whole(state))
+    subscriber = Subscriber(store, toy.wanted([], 0))
+    subscriber.poll()
+    assert (subscriber.current.version, subscriber.current.step) == (2, 20)
+    assert toy.same(subscriber.current.tensors, state, [], 0)
+
+
+def test_what_a_trainer_lost_is_measured(store, toy, monkeypatch):
+    """By a clock that only the first upload moves, while the second `publish` waits for it."""
+    now, reads, slow = [0.0], threading.Semaphore(0), toy.Flaky(store)
+    main = threading.current_thread()
+
+    def clock():
+        if threading.current_thread() is main:
+            reads.release()
+        return now[0]
+
+    def write(name, data):
+        if name.startswith("blobs/00000001"):
+            for _ in range(3):  # the third is at the beginning of the second `publish`
+                assert reads.acquire(timeout=10)
+            now[0] += 5
+        store.write(name, data)
+
+    slow.write = write
+    monkeypatch.setattr(publisher_module.time, "perf_counter", clock)
+    with Publisher(slow, CONFIG, owner="test") as publisher:
+        trainer, published = toy.Trainer(), []
+        wait = publisher.wait
+        publisher.wait = lambda: published.append(wait())
+        for step in (1, 2):
+            publisher.publish(step, whole(trainer.train()))
+        publisher.wait()
+    assert [p.held_up for p in published if p] == [0, 5]
 
 
 def test_a_failing_announcement_is_a_warning(store, toy, caplog):

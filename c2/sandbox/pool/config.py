@@ -13,14 +13,15 @@ class PoolConfig:
 
     Attributes:
       nodes: node processes.
-      backend: what they run: "bwrap", or "zygote", several times as fast behind the same walls.
+      backend: what they run: "bwrap", or "zygote", several times as fast behind the same walls, or
+        "gvisor", with a kernel of its own for each.
       limits: when a sandbox may start.
       wait_s: seconds that a create waits to be admitted.
       log: file of events, or None; a pool that goes on with it first ends what is open there.
     """
 
     nodes: int = 1
-    backend: Literal["bwrap", "zygote"] = "bwrap"
+    backend: Literal["bwrap", "zygote", "gvisor"] = "bwrap"
     limits: Limits = field(default_factory=Limits)
     wait_s: float = 60.0
     log: str | None = None

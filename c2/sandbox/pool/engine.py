@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from c2.sandbox.pool import pressure
@@ -82,17 +83,21 @@ class Engine:
         self._ask(lease, kind)
         return lease
 
-    def start(self, lease: Lease, spec: Spec) -> Handle:
-        """Starts what was asked for, on another node if one dies under it."""
+    def start(self, lease: Lease, spec: Spec, command: Sequence[str] = ()) -> Handle:
+        """Starts what was asked for, on another node if one dies under it.
+
+        With a command, that is prepared in it before anybody gets it.
+        """
         end = time.monotonic() + self.config.wait_s
         try:
-            while (handle := self._attempt(self._placed(lease, end), lease, spec)) is None:
-                pass
+            while True:
+                member = self._placed(lease, end)
+                if handle := self._attempt(member, lease, spec, tuple(command)):
+                    return handle
         except BaseException:
             with self.turn:
                 self.end(lease, "failed")
             raise
-        return handle
 
     def stock(self, kind: Spec) -> list[Lease]:
         """What of a kind runs and waits for an owner; with `turn` held, like most below."""
@@ -237,13 +242,16 @@ class Engine:
                 raise self.gone(lease.sandbox)
             return self.members[lease.node]
 
-    def _attempt(self, member: Member, lease: Lease, spec: Spec) -> Handle | None:
+    def _attempt(
+        self, member: Member, lease: Lease, spec: Spec, command: tuple[str, ...]
+    ) -> Handle | None:
         """Starts it on a node; None if the node has died, so that it was asked for again."""
         try:
             layers = tuple(self.layers.inner(member, name) for name in spec.layers)
             image = spec.image and self.layers.inner(member, spec.image)
             made_of = dataclasses.replace(_to_node(spec), layers=layers, image=image)
             inner = member.backend.create(made_of)
+            prepared = _prepare(member, inner, command)
         except SandboxLost as error:
             if error.reason != "backend":
                 raise
@@ -254,7 +262,7 @@ class Engine:
             if member.dead:
                 return None
             if self.core.up(self.now(), lease):
-                self.places[lease.sandbox] = Place(member, inner, spec)
+                self.places[lease.sandbox] = Place(member, inner, spec, prepared)
                 member.leases[inner.id] = lease
                 self.changed()
                 if reason := member.early.pop(inner.id, None):
@@ -269,6 +277,17 @@ class Engine:
 def kind_of(spec: Spec) -> Spec:
     """What of a spec a ready sandbox must agree with."""
     return dataclasses.replace(spec, env={}, labels={}, deadline_s=READY_S, ttl_s=READY_S)
+
+
+def _prepare(
+    member: Member, inner: Handle, command: tuple[str, ...]
+) -> tuple[tuple[str, ...], int] | None:
+    """Of a sandbox that nobody has yet; it is closed if that fails."""
+    try:
+        return (command, member.backend.prepare(inner, command)) if command else None
+    except BaseException:
+        member.backend.close(inner)
+        raise
 
 
 def _to_node(spec: Spec) -> Spec:

@@ -2,14 +2,29 @@
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 from c2.sandbox.pool.engine import TICK_S, Engine, kind_of
-from c2.sandbox.protocol import SandboxError, Spec
+from c2.sandbox.protocol import SandboxError, SandboxLost, Spec
 
 HELPERS = 4  # threads that start ready sandboxes, close expired ones and replace dead nodes
 REFILLERS = 2  # of them may start ready sandboxes
+
+
+class Stock(NamedTuple):
+    """A kind of sandboxes of which some are kept ready.
+
+    Attributes:
+      kind: what they are made of.
+      count: how many.
+      command: what is prepared in them; () for nothing.
+    """
+
+    kind: Spec
+    count: int
+    command: tuple[str, ...]
 
 
 class Keeper:
@@ -17,7 +32,7 @@ class Keeper:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._ready: list[tuple[Spec, int]] = []  # kinds that are kept ready, and how many
+        self._ready: list[Stock] = []
         self._filling: list[Spec] = []  # kinds of those on their way to be ready
         self._tasks: set[str] = set()  # that helpers are at
         self._helpers = ThreadPoolExecutor(HELPERS, "c2-pool")
@@ -33,11 +48,11 @@ class Keeper:
             self._thread.join()
         self._helpers.shutdown(cancel_futures=True)
 
-    def keep_ready(self, spec: Spec, count: int) -> None:
+    def keep_ready(self, spec: Spec, count: int, command: Sequence[str]) -> None:
         """As `Pool.keep_ready`."""
+        new = Stock(kind_of(spec), count, tuple(command))
         with self._engine.turn:
-            others = [(kind, number) for kind, number in self._ready if kind != kind_of(spec)]
-            self._ready = [*others, (kind_of(spec), count)]
+            self._ready = [*(stock for stock in self._ready if stock.kind != new.kind), new]
             self._engine.turn.notify_all()
 
     def _keep(self) -> None:
@@ -78,25 +93,29 @@ class Keeper:
             self._tasks.add(name)
             self._helpers.submit(run)
 
-    def _short(self) -> Spec | None:
+    def _short(self) -> Stock | None:
         """A kind of which too few are ready or on their way."""
-        for kind, count in self._ready if self._engine.open else ():
-            if len(self._engine.stock(kind)) + self._filling.count(kind) < count:
-                return kind
+        for stock in self._ready if self._engine.open else ():
+            on_hand = len(self._engine.stock(stock.kind)) + self._filling.count(stock.kind)
+            if on_hand < stock.count:
+                return stock
         return None
 
     def _refill(self) -> None:
         while True:
             with self._engine.turn:
-                if (kind := self._short()) is None:
+                if (stock := self._short()) is None:
                     return
+                kind = stock.kind
                 lease = self._engine.ask(kind)
                 self._filling.append(kind)
             try:
-                self._engine.start(lease, kind)
+                self._engine.start(lease, kind, stock.command)
+            except SandboxLost:
+                raise  # it was ended while it started, which need not happen again
             except SandboxError:
                 if lease.reason == "failed":  # it will not get better; owners' creates say why
-                    self.keep_ready(kind, 0)
+                    self.keep_ready(kind, 0, ())
                 raise
             finally:
                 with self._engine.turn:

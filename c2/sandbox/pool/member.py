@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from c2.sandbox.bwrap import Bwrap
+from c2.sandbox.gvisor import GVisor
 from c2.sandbox.pool.core import Lease
 from c2.sandbox.protocol import Handle, SandboxError, SandboxLost, Spec
 from c2.sandbox.zygote import Zygote
 
-BACKENDS = {"bwrap": Bwrap, "zygote": Zygote}
+BACKENDS = {"bwrap": Bwrap, "zygote": Zygote, "gvisor": GVisor}
 
 
 class Member:
@@ -28,7 +29,7 @@ class Member:
     def __init__(
         self,
         name: str,
-        backend: Literal["bwrap", "zygote"],
+        backend: Literal["bwrap", "zygote", "gvisor"],
         ended: Callable[["Member", str | None, str], None],
     ) -> None:
         self.name = name
@@ -40,11 +41,19 @@ class Member:
 
 @dataclass
 class Place:
-    """Where a sandbox of the pool is: its node, what that calls it, and what it is made of."""
+    """Where a sandbox of the pool is.
+
+    Attributes:
+      member: its node.
+      inner: what that calls it.
+      spec: what it is made of.
+      prepared: a command that waits in it for input, and the number of its job.
+    """
 
     member: Member
     inner: Handle
     spec: Spec
+    prepared: tuple[tuple[str, ...], int] | None = None
 
 
 @dataclass

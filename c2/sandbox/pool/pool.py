@@ -1,6 +1,7 @@
 """The calls of a pool."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from c2.sandbox.client import Client
 from c2.sandbox.pool.config import PoolConfig
@@ -58,12 +59,24 @@ class Pool(Served):
         """
         return self._engine.create(spec, owner, key)
 
-    def keep_ready(self, spec: Spec, count: int) -> None:
+    def keep_ready(self, spec: Spec, count: int, *, command: Sequence[str] = ()) -> None:
         """Keeps sandboxes of this kind running for owners to come; 0 takes no more into stock.
 
-        The kind is the image, layers and resources of the spec.
+        The kind is the image, layers and resources of the spec. A command is prepared in each of
+        them, and the owner's own `prepare` of the same command takes it over.
         """
-        self._keeper.keep_ready(spec, count)
+        self._keeper.keep_ready(spec, count, command)
+
+    def prepare(self, handle: Handle, argv: Sequence[str]) -> int:
+        """As `protocol.SupportsJobs.prepare`."""
+        with self._engine.turn:
+            place = self._engine.at(handle)
+            prepared, place.prepared = place.prepared, None
+        if prepared and prepared[0] == tuple(argv):
+            return prepared[1]
+        if prepared:
+            self.kill(handle, prepared[1])
+        return super().prepare(handle, argv)
 
     def ready(self, spec: Spec) -> int:
         """How many sandboxes of this kind wait for an owner."""

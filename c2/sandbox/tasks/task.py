@@ -5,6 +5,7 @@ import fnmatch
 import hashlib
 import json
 import posixpath
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from c2.config import ConfigError, from_dict, to_dict
@@ -32,12 +33,15 @@ class Task:
       files: the repository, path -> text; paths are relative, with forward slashes.
       hidden_tests: test files which the agent never sees, path -> text. Tests are functions
         `test_*` without arguments that import the repository's modules, call their functions with
-        plain data and assert on the results.
+        plain data and assert on the results. Where pytest runs them they are what it can run, with
+        the files that they need, and take the place of files of the repository.
       fail_to_pass: ids PATH::FUNCTION, of hidden or visible tests, that fail now and have to pass.
       pass_to_pass: ids of tests that pass now and still have to.
       editable: patterns, as of `fnmatch`, of paths that a solution may change, add or delete.
       level: difficulty, 1 and more.
       metadata: for people and statistics.
+      requires: pins with hashes, as `python_env.install` takes them, of pytest and all else that
+        tests need; they are then run by `pytest_runner`. Empty: by `runner`, and they need nothing.
     """
 
     id: str
@@ -51,12 +55,14 @@ class Task:
     editable: tuple[str, ...]
     level: int = 1
     metadata: dict[str, str] = field(default_factory=dict)
+    requires: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("files", "hidden_tests"):
             if bad := [path for path in getattr(self, name) if not is_plain_path(path)]:
                 raise ConfigError(f"{name}.{bad[0]!r}: legal are relative paths without '..'")
-        if both := self.files.keys() & self.hidden_tests.keys():
+        both = self.files.keys() & self.hidden_tests.keys()
+        if both and not self.requires:
             raise ConfigError(f"hidden_tests.{min(both)}: it is in `files` too")
         if not self.fail_to_pass:
             raise ConfigError("fail_to_pass: it is empty; a task needs a test that fails")
@@ -75,21 +81,27 @@ class Task:
     @property
     def content_hash(self) -> str:
         """SHA-256 of all but the id, in hexadecimal; the same in every process."""
-        content = {key: value for key, value in to_dict(self).items() if key != "id"}
+        content = to_dict(self)
+        del content["id"]
+        if not self.requires:  # tasks older than this field keep their names
+            del content["requires"]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def allows(self, path: str) -> bool:
         """Whether a solution may change this path; files that steer test runs never."""
-        name = posixpath.basename(path)
-        return (
-            is_plain_path(path)
-            and any(fnmatch.fnmatchcase(path, pattern) for pattern in self.editable)
-            and not any(fnmatch.fnmatchcase(name, pattern) for pattern in _STEERING)
-        )
+        return is_plain_path(path) and matches(path, self.editable) and not steers(path)
 
     def to_json(self) -> str:
         """One line of JSON that `from_json` reads."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A task with the files of its solution, path -> text."""
+
+    task: Task
+    solution: dict[str, str]
 
 
 def from_json(text: str) -> Task:
@@ -103,6 +115,16 @@ def from_json(text: str) -> Task:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"task: not JSON: {error}") from error
     return from_dict(Task, data, where="task")
+
+
+def matches(path: str, patterns: Iterable[str]) -> bool:
+    """Whether one of some patterns, as of `fnmatch`, fits a path."""
+    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+
+
+def steers(path: str) -> bool:
+    """Whether a file changes how programs start or how tests are found."""
+    return matches(posixpath.basename(path), _STEERING)
 
 
 def is_plain_path(path: str) -> bool:

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Callable, Sequence
 
 from c2.sandbox.protocol import Backend, Handle
-from c2.sandbox.tasks.grade import START_S, TOTAL_S, tests_command, verdict
+from c2.sandbox.tasks.grade import START_S, TOTAL_S, begin, tests_command, verdict
 from c2.sandbox.tasks.task import Task
 from c2.sandbox.tools import calls
 from c2.sandbox.tools.files import SandboxFiles, file_tools
@@ -66,7 +66,10 @@ def command_tests(
 def task_tests(
     backend: Backend, handle: Handle, task: Task, ids: Sequence[str] | None = None
 ) -> Callable[[], str]:
-    """Tests of a generated task that its agent can see: "pass", or why the first one fails.
+    """Tests of a task that its agent can see: "pass", or why the first one fails.
+
+    For tasks of real projects it is what pytest prints; their sandboxes need the layer and the
+    variables of `python_env`.
 
     Args:
       backend: whose sandbox it is.
@@ -74,14 +77,15 @@ def task_tests(
       task: the task.
       ids: tests to run; None means those in visible files.
     """
+    if task.requires:  # for the agent's own use, so without the walls around a verdict
+        return command_tests(backend, handle, "python3 -m pytest -q")
     chosen = ids or [name for name in task.test_ids if name.partition("::")[0] in task.files]
     tests = {name.partition("::")[0] for name in chosen}
 
     def run() -> str:
         command = tests_command(task.files, {path: task.files[path] for path in tests}, chosen)
-        result = backend.exec(
-            handle, command.argv, stdin=command.stdin, timeout_s=TOTAL_S + START_S
-        )
+        finish = begin(backend, handle, command.argv)
+        result = finish(command.stdin, TOTAL_S + START_S)
         _, results = verdict(result.stdout, command.nonce, chosen)
         if results is None:
             return f"fail the tests ended early: {shown(result, TOTAL_S + START_S)}"

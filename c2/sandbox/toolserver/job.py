@@ -20,14 +20,14 @@ class Job:
     Attributes:
       number: its name in calls.
       request: id of the call that waits for its end, or None.
-      background: whether no call waited for it from the beginning.
+      background: whether no call waits for it, nor did.
       stream: whether that call wants the output while it comes.
       supervisor: process id, or None when all processes of the job are gone.
       ending: how the command itself ended, or None while it runs.
       reason: why it was killed ("timeout", "output", "asked"), or None.
     """
 
-    def __init__(self, number, request, argv, cwd, env, stdin, timeout, cap, stream):
+    def __init__(self, number, request, argv, cwd, env, stdin, timeout, cap, stream, run=None):
         self.number, self.request, self.stream = number, request, stream
         self.background = request is None
         self.reason, self.ending, self.duration = None, None, None
@@ -36,7 +36,7 @@ class Job:
         self.captures = {"stdout": Capture(cap), "stderr": Capture(cap)}
         self._unsent = {"stdout": cap, "stderr": cap}
         self._signalled = None
-        self._stdin = stdin
+        self._stdin = stdin  # what is left to be given to it; None until `give`
         self._status = b""
         give_in, stdin_end = os.pipe()
         out_end, give_out = os.pipe()
@@ -48,20 +48,37 @@ class Job:
             os.set_blocking(fd, False)
         given = (give_in, give_out, give_err)
         try:
-            self.supervisor = processes.start(argv, cwd, env, given, give_status)
+            self.supervisor = processes.start(argv, cwd, env, given, give_status, run)
         except OSError:
             self.close()
             raise
         finally:
             for fd in (*given, give_status):
                 os.close(fd)
-        self.feed()
+        if stdin is not None:
+            self.feed()
 
     @property
     def runs(self):
         """Whether a process of it is left; its supervisor takes a moment longer to go."""
         left = self.ending is None or self.ending.get("left", False)
         return self.supervisor is not None and left
+
+    @property
+    def waits(self):
+        """Whether it waits for its standard input."""
+        return self._stdin is None
+
+    @property
+    def takes(self):
+        """Whether its standard input is on the way."""
+        return self.stdin_pipe is not None and not self.waits
+
+    def give(self, stdin, timeout):
+        """Gives it its standard input and a deadline from now on."""
+        self._stdin, self.deadline = stdin, time.monotonic() + timeout
+        if self.stdin_pipe is not None:
+            self.feed()
 
     def feed(self):
         """Writes as much of standard input as its pipe takes, and closes it after the last."""

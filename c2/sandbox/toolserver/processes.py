@@ -20,8 +20,11 @@ def protect():
     """Makes this process and its forks unreadable to the commands, which run as the same user.
 
     Without it a command could rewrite the server's memory through /proc and forge its answers. What
-    commands leave behind becomes this process's child even if it is not process 1.
+    commands leave behind becomes this process's child even if it is not process 1. Nor does it end
+    when asked to, as process 1 of Linux would not, but of gVisor's kernel would.
     """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     _prctl(PR_SET_DUMPABLE, 0)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
@@ -36,7 +39,7 @@ def wake_at_ends():
     return wake
 
 
-def start(argv, cwd, env, files, status):
+def start(argv, cwd, env, files, status, run=None):
     """Forks a supervisor that runs `argv` and returns its process id.
 
     Args:
@@ -47,12 +50,13 @@ def start(argv, cwd, env, files, status):
       status: descriptor to which the supervisor writes one JSON object when the command has ended:
         {"code": int}, {"signal": int} or {"error": why it could not be started}, the first two with
         "left": whether it left processes behind.
+      run: called in the place of the program, with `env`, and never returns; or None.
     """
     pid = os.fork()
     if pid:
         return pid
     try:
-        _supervise(argv, cwd, env, files, status)
+        _supervise(argv, cwd, env, files, status, run)
     finally:
         os._exit(0)
 
@@ -68,6 +72,14 @@ def descendants(root):
         found += below
         open_ends += below
     return found
+
+
+def announce_copy():
+    """Tells all processes that what they have drawn random numbers from is in other copies, too.
+
+    Those that have no handler for this signal do not notice it. See `reseed`.
+    """
+    send([-1], signal.SIGURG)
 
 
 def send(pids, number):
@@ -97,7 +109,7 @@ def kill_strays(supervisors):
             send([pid], signal.SIGKILL)
 
 
-def _supervise(argv, cwd, env, files, status):
+def _supervise(argv, cwd, env, files, status, run):
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
     signal.set_wakeup_fd(-1)
@@ -113,7 +125,7 @@ def _supervise(argv, cwd, env, files, status):
         _report(status, {"error": f"cannot start a process: {error}"})
         return
     if not command:
-        _run(argv, cwd, env, keep[:3], status)
+        _run(argv, cwd, env, keep[:3], status, run)
     for fd in keep[:3]:
         os.close(fd)
     while True:
@@ -126,7 +138,7 @@ def _supervise(argv, cwd, env, files, status):
             os.close(status)
 
 
-def _run(argv, cwd, env, files, status):
+def _run(argv, cwd, env, files, status, run):
     try:
         os.setsid()
         _prctl(PR_SET_DUMPABLE, 1)  # or it could not write to its own folder in /proc
@@ -139,6 +151,9 @@ def _run(argv, cwd, env, files, status):
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        if run is not None:
+            close_all_but((0, 1, 2))
+            run(env)
         os.execvpe(argv[0], argv, env)
     except Exception as error:
         _report(status, {"error": f"{argv[0]:.200}: {error!s:.200}"})

@@ -15,15 +15,21 @@ KEPT = 16  # finished background jobs that can still be asked for
 MAX_LINE = 500  # characters of a refusal
 
 
-def main(fd):
-    """Serves the socket `fd` until the other side closes it."""
-    Server(fd).run()
+def main(fd, program, path):
+    """Serves the socket `fd` until the other side closes it.
+
+    Args:
+      fd: the socket.
+      program: the file of this interpreter as commands find it, or None if they cannot.
+      path: of its own modules, there.
+    """
+    Server(fd, program, path).run()
 
 
 class Server:
     """The state of a tool server."""
 
-    def __init__(self, fd):
+    def __init__(self, fd, program, path):
         self._socket = fd
         os.set_blocking(fd, False)
         self._decoder = Decoder()
@@ -31,10 +37,13 @@ class Server:
         self._jobs = {}
         self._last = 0
         self._wake = None
+        self._python = program, path
+        self._held = False
         self._calls = {
             "ping": self._ping, "exec": self._exec, "start": self._start, "jobs": self._list_jobs,
-            "job": self._job, "kill": self._kill, "read": files.read, "write": files.write,
-            "stat": files.stat_path, "list": files.list_folder,
+            "prepare": self._prepare, "finish": self._finish, "job": self._job, "kill": self._kill,
+            "read": files.read, "write": files.write, "stat": files.stat_path,
+            "list": files.list_folder, "hold": self._hold, "resume": self._resume,
         }  # fmt: skip
 
     def run(self):
@@ -45,21 +54,24 @@ class Server:
                 os.read(self._wake, CHUNK)
             if self._socket in readers and not self._receive():
                 return
-            self._move_output(readers)
-            self._reap()
+            if not self._held:
+                self._move_output(readers)
+                self._reap()
             if not self._flush():
                 return
 
     def _poll(self):
         """Waits until something is to be done; returns the descriptors that are ready."""
         poll = select.poll()
+        poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._out else 0))
+        if self._held:
+            return {fd for fd, _ in poll.poll()}
         if self._wake is not None:
             poll.register(self._wake, select.POLLIN)
-        poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._out else 0))
         now = time.monotonic()
         waits = [job.advance(now) for job in self._jobs.values()]
         for job in self._jobs.values():
-            if job.stdin_pipe is not None:
+            if job.takes:
                 poll.register(job.stdin_pipe, select.POLLOUT)
             for name, fd in job.pipes.items():
                 if name == "status" or len(self._out) < BACKLOG:
@@ -90,7 +102,7 @@ class Server:
             self._fail(number, -32601, f"no such call: {method}")
             return
         try:
-            if call in (self._exec, self._start):
+            if call in (self._exec, self._start, self._finish):
                 params = dict(params, request=number)
             result = call(**params or {})
         except files.Refused as error:
@@ -188,6 +200,25 @@ class Server:
     def _ping(self):
         return {"python": sys.version.split()[0], "pid": os.getpid()}
 
+    def _hold(self):
+        """Sends nothing after the answer to this, until `resume`: what a checkpoint can save.
+
+        The client sends nothing in the meantime either, so no frame is cut in two.
+        """
+        self._held = True
+        return {}
+
+    def _resume(self, restored):
+        """Goes on: as before, or, `restored`, as a copy, whose client knows of no earlier call."""
+        self._held = False
+        if restored:
+            for job in self._jobs.values():
+                job.request, job.background = None, True
+            from . import processes
+
+            processes.announce_copy()
+        return {}
+
     def _exec(self, request, argv, cwd, env, stdin, timeout, cap, stream=False):
         self._launch(request, argv, cwd, env, unpack(stdin), timeout, cap, stream)
 
@@ -195,7 +226,28 @@ class Server:
         job = self._launch(None, argv, cwd, env, unpack(stdin), timeout, cap, False)
         return {"job": job.number}
 
-    def _launch(self, request, argv, cwd, env, stdin, timeout, cap, stream):
+    def _prepare(self, argv, cwd, env, cap):
+        """Starts a command that will wait for its standard input."""
+        from .python import Interpreter
+
+        python = Interpreter(*self._python)
+        source = python.source(argv, env)
+        run = None if source is None else lambda env: python.run(source, env)
+        return {"job": self._launch(None, argv, cwd, env, None, None, cap, False, run).number}
+
+    def _finish(self, request, job, stdin, timeout):
+        """Gives it that; the answer comes when it has ended."""
+        found = self._find(job)
+        if not found.waits:
+            raise files.Refused(f"job {job} does not wait for its input")
+        found.give(unpack(stdin), timeout)
+        found.request, found.background = request, False
+        if found.supervisor is None:
+            del self._jobs[job]
+        if found.ending is not None and (found.reason is None or found.supervisor is None):
+            self._answer(found)
+
+    def _launch(self, request, argv, cwd, env, stdin, timeout, cap, stream, run=None):
         # Imported with the first command: together they take as long as the start of the server.
         from . import processes
         from .job import Job
@@ -204,7 +256,7 @@ class Server:
             processes.protect()
             self._wake = processes.wake_at_ends()
         self._last += 1
-        job = Job(self._last, request, argv, cwd, env, stdin, timeout, cap, stream)
+        job = Job(self._last, request, argv, cwd, env, stdin, timeout, cap, stream, run)
         self._jobs[job.number] = job
         return job
 

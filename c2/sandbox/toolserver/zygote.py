@@ -15,7 +15,7 @@ import socket
 import sys
 import warnings
 
-from . import files, job, processes, server, walls
+from . import files, job, processes, python, server, walls
 
 CLONE_NEW = 0x10000000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}
@@ -23,7 +23,7 @@ MAX_PACKET = 1 << 17
 LOADED = (files, job, processes, warnings)  # what is imported later on; inside it is not found
 
 
-def main(fd, rules, outside, inside, host):
+def main(fd, rules, outside, inside, host, prefix):
     """Serves its node on the socket `fd` until that closes it.
 
     For each packet it sends one with two descriptors: a new process, and the socket on which that
@@ -37,6 +37,7 @@ def main(fd, rules, outside, inside, host):
       outside: as in `walls.prepare`, like the others.
       inside: user and group.
       host: name.
+      prefix: where this interpreter's folder is shown in sandboxes of this machine's programs.
     """
     walls.prctl(walls.PR_SET_PDEATHSIG, signal.SIGKILL)
     # Who ends is gone at once. Forks see to this signal when they start their first command.
@@ -45,6 +46,7 @@ def main(fd, rules, outside, inside, host):
     control = socket.socket(fileno=fd)
     with open(rules, "rb") as file:
         program = file.read()
+    path = python.move(sys.base_prefix, prefix)[1:]  # without the tool server's
     gc.collect()
     gc.freeze()  # the collector would write to every page
     while _wanted(control):
@@ -53,9 +55,9 @@ def main(fd, rules, outside, inside, host):
         if not pid:
             control.close()
             ours.close()
-            _serve(theirs, program, (outside, inside, host))
+            _serve(theirs, program, (outside, inside, host), path)
         process = os.pidfd_open(pid)
-        with contextlib.suppress(BrokenPipeError):  # the node has ended, as `_wanted` will see
+        with contextlib.suppress(ConnectionError):  # the node has ended, as `_wanted` will see
             socket.send_fds(control, [b"new"], [process, ours.fileno()])
         os.close(process)
         ours.close()
@@ -89,7 +91,7 @@ def _clone():
     return pid
 
 
-def _serve(requests, program, who):
+def _serve(requests, program, who, path):
     """Never returns."""
     failure = None
     try:
@@ -103,14 +105,15 @@ def _serve(requests, program, who):
             os.dup2(errors, 2)
             if failure is not None:
                 raise failure
-            walls.enter(json.loads(packet), groups, program)
+            request = json.loads(packet)
+            walls.enter(request, groups, program)
             sys.path.clear()  # what lies there now is not ours
             null = os.open("/dev/null", os.O_RDWR)
             os.dup2(null, 0)
             os.dup2(null, 1)
             os.write(ready, b"ready")
             processes.close_all_but([0, 1, 2, sock])
-            server.main(sock)
+            server.main(sock, request["python"], path)
     except BaseException as error:
         os.write(2, f"{type(error).__name__}: {error}".encode("utf-8", "replace"))
     finally:

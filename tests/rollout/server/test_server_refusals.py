@@ -36,7 +36,7 @@ BAD = [
     (ROOT | {"temperature": 1e-9}, "temperature: it is out of range; legal: 0, or a number from"),
     (ROOT | {"temperature": "hot"}, "temperature: Input should be a valid number"),
     (ROOT | {"top_p": 1e-300}, "top_p: Input should be greater than or equal to 0.000001; legal: "),
-    (ROOT | {"top_k": -2}, "top_k: -2; legal: at least 1"),
+    (ROOT | {"top_k": -2}, "top_k: -2; legal: 1 to 2147483647, or none"),
     (ROOT | {"seed": -1}, "seed: -1; legal: 0 to 4294967295"),
     (ROOT | {"n": 0}, "n: Input should be greater than or equal to 1; legal: 1 to 128"),
     (ROOT | {"n": 7}, "n: 7 sequences in a request; legal: up to 6"),

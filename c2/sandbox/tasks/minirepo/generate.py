@@ -3,7 +3,6 @@
 import difflib
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from c2.config import ConfigError
 from c2.sandbox.tasks.in_process import run_tests
@@ -12,19 +11,11 @@ from c2.sandbox.tasks.minirepo.cases import Case
 from c2.sandbox.tasks.minirepo.layout import LEVELS, Layout
 from c2.sandbox.tasks.minirepo.source import Package
 from c2.sandbox.tasks.minirepo.splits import HELD_FAMILIES, HELD_TEMPLATES, SPLITS, split
-from c2.sandbox.tasks.task import Task
+from c2.sandbox.tasks.task import Solved, Task
 
 FAMILIES = tuple(faults.FAMILIES)
 _ATTEMPTS = 100
 _DRAWS = 2000
-
-
-@dataclass(frozen=True)
-class Solved:
-    """A task with the files of its solution, path -> text."""
-
-    task: Task
-    solution: dict[str, str]
 
 
 def generate(seed: int, family: str, level: int = 1) -> Task:
@@ -67,6 +58,19 @@ def draw(
         if split(task) == part:
             return task
     raise RuntimeError(f"no task of split {part} after {_DRAWS} draws: family {family}")
+
+
+def from_id(name: str) -> Task:
+    """The generated task with an id, made anew.
+
+    Raises:
+      ConfigError: if there can be no such task.
+    """
+    source, *parts = name.split("/")
+    if source != "minirepo" or len(parts) != 3 or not (parts[1] + parts[2]).isdecimal():
+        raise ConfigError(f"task: {name!r}; legal are minirepo/FAMILY/LEVEL/SEED")
+    family, level, seed = parts
+    return generate(int(seed), family, int(level))
 
 
 def solve(task: Task) -> dict[str, str]:

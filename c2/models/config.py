@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from c2.config import ConfigError
+from c2.config import ConfigError, runtime
 from pallas_kernels.mxfp8.rounding import BLOCK
 
 
@@ -53,6 +53,10 @@ class MLAConfig:
     is a field of its own because implementations of the same checkpoints disagree about it: the
     reference code fixes 1e-6, some engines use the model's ``norm_eps``. Without ``q_lora``
     queries are projected directly.
+
+    ``absorb`` says how cached tokens are attended to: as the latents that they are, or, in as much
+    time as it takes to expand them at every step, as the keys and values that training computes.
+    In low precision only the latter rounds as training does.
     """
 
     kind: Literal["mla"] = "mla"
@@ -63,6 +67,7 @@ class MLAConfig:
     rope: int
     v: int
     latent_norm_eps: float = 1e-6
+    absorb: bool = runtime(True)
 
     def __post_init__(self):
         for name in ("heads", "kv_lora", "nope", "rope", "v"):

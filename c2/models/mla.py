@@ -75,8 +75,8 @@ def attention(
       tokens: positions' angles and segments.
       cfg: model configuration.
       past: this layer's cached entries [batch, capacity, kv_latent + rope], or None. With tokens
-        in the cache keys and values are never expanded: their projections act on queries and
-        outputs instead.
+        in the cache keys and values are not expanded, unless `MLAConfig.absorb` is false: their
+        projections act on queries and outputs instead.
       gather: of context parallelism: from [batch, seq, ...] of this rank's tokens to
         [batch, all, ...] of those of all ranks, in any order.
       exchange: what is gathered. With "latents", ranks tell each other ``kv_latent + rope`` numbers
@@ -103,7 +103,8 @@ def attention(
         q_rope = rope.rotate(q_rope, tokens.cos, tokens.sin, cfg.rope)
     scale = rope.attention_scale(cfg.rope.yarn, a.qk)
     if past is not None and tokens.cached is not None:
-        mixed = _absorbed(q_nope, q_rope, entry, past, p, tokens, cfg, scale)
+        over = _absorbed if a.absorb else _expanded
+        mixed = over(q_nope, q_rope, entry, past, p, tokens, cfg, scale)
         return project(mixed, p.out, contract=2), entry
     q = jnp.concatenate([q_nope, q_rope], axis=-1)  # [batch, seq, heads, nope + rope]
     visible = visibility(tokens, gather)
@@ -145,3 +146,15 @@ def _absorbed(q_nope, q_rope, entry, past, p, tokens, cfg, scale):
         past, entry = past[:, :, None], entry[:, :, None]
         mixed = attend(q, (past, past), (entry, entry), tokens, scale)[..., : a.kv_lora]
         return jnp.einsum("bshc,chv->bshv", mixed, w_v)
+
+
+def _expanded(q_nope, q_rope, entry, past, p, tokens, cfg, scale):
+    """The same with the keys and values that training computes, rounded as they are there."""
+    a = cfg.attention
+    held, new = (
+        _keys_values(entries[..., : a.kv_lora], entries[..., a.kv_lora :], p.kv_up, a)
+        for entries in (past, entry)
+    )
+    with jax.named_scope("mla_attend"):
+        q = jnp.concatenate([q_nope, q_rope], axis=-1)
+        return attend(q, held, new, tokens, scale)

@@ -53,7 +53,7 @@ class Rule:
     """Requests that are allowed.
 
     Attributes:
-      host: a name such as "pypi.org", or "*.pypi.org" for all names below it, but not itself.
+      host: a name such as "example.org", or "*.example.org" for all names below it, but not itself.
       scheme: of the URL.
       port: of the server; None is that of the scheme.
       methods: of HTTP.

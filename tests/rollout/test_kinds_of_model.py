@@ -10,11 +10,12 @@ import pytest
 
 from c2 import models
 from c2.config import ConfigError
-from c2.models import GQAConfig
+from c2.models import GQAConfig, MLAConfig
 from c2.rollout.config import Request
 from c2.rollout.scheduler import Scheduler, run
 from c2.weights.serving import experts_for, make_serving_form, restore
 
+EXPANDED = MLAConfig(heads=2, q_lora=24, kv_lora=20, nope=12, rope=8, v=10, absorb=False)
 GROUPED = GQAConfig(heads=4, kv_heads=2, head_dim=8, qk_norm=True)
 
 
@@ -63,6 +64,7 @@ def recorded(completions):
             {"attention": GROUPED, "mtp": 0, "dtype": "bfloat16"}, 1e-2, id="grouped queries, bf16"
         ),
         pytest.param({"moe": None, "dense_layers": 3, "mtp": 0}, 1e-5, id="dense"),
+        pytest.param({"attention": EXPANDED, "mtp": 0}, 1e-5, id="expanded latents"),
     ],
 )
 def test_log_probs_are_the_trainers(fields, atol, model, random_params, build_device):
@@ -106,6 +108,20 @@ def test_in_bf16_the_engine_rounds_no_more_than_the_trainer(latents_in_bf16):
     engine, trainer, exact = latents_in_bf16
     assert np.abs(trainer - exact).max() > 1e-2
     assert np.sqrt(np.mean((engine - exact) ** 2)) < 1.5 * np.sqrt(np.mean((trainer - exact) ** 2))
+
+
+@pytest.mark.slow
+def test_in_bf16_expanded_latents_are_closer_to_the_trainer(
+    latents_in_bf16, model, random_params, build_device
+):
+    """The same roundings in the same places; once one falls the other way, all behind it differ."""
+    attention = replace(model.attention, absorb=False)
+    cfg = replace(model, dtype="bfloat16", mtp=0, attention=attention)
+    params = random_params(cfg)
+    completions = sample(build_device(cfg, params, prefix_entries=0), cfg)
+    off = np.abs(recorded(completions) - trainers_log_probs(cfg, params, completions))
+    engine, trainer, _ = latents_in_bf16
+    assert off.mean() < 1e-2 and off.mean() < np.abs(engine - trainer).mean() / 2
 
 
 @pytest.mark.slow

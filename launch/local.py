@@ -109,6 +109,7 @@ class LocalLauncher:
     async def start(self, name: str, make: Callable[[], Any]) -> LocalHandle:
         """As `c2.rl.calls.Launcher.start`."""
         await self.stop(name)
+        self._folder.mkdir(mode=0o700, exist_ok=True)
         path = self._folder / name
         with contextlib.ExitStack() as stack:
             output = None
@@ -194,6 +195,9 @@ async def _serve(service: Any, path: str) -> None:
     server.close()
     if close := getattr(service, "close", None):
         await close()
+    with contextlib.suppress(OSError):  # a launcher that was killed has not cleared up
+        os.unlink(path)
+        os.rmdir(os.path.dirname(path))  # by whoever is the last
 
 
 async def _answer(service: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -89,10 +89,11 @@ def attend(
     batch, seq, heads, features = q.shape
     kv_heads, capacity = new[0].shape[2], past[0].shape[1]
     grouped = batch, kv_heads, heads // kv_heads, seq
+    queries = heads // kv_heads * seq
     # Both products have the cache on the side on which XLA:CPU takes it as it lies; elsewhere it
     # would be transposed first. Barriers keep it from swapping the sides back.
     columns = (q * scale).reshape(batch, seq, kv_heads, -1, features).transpose(0, 2, 4, 3, 1)
-    columns = columns.reshape(batch, kv_heads, features, -1)
+    columns = columns.reshape(batch, kv_heads, features, queries)
 
     def scores(keys, visible):
         raw = jnp.einsum("btgd,bgdn->bgtn", keys, columns, preferred_element_type=jnp.float32)
@@ -105,11 +106,11 @@ def attend(
     both = jnp.concatenate([scores(past[0], held[:, None]), scores(new[0], causal)], axis=-1)
     # rounded where flash attention rounds: weights before they are divided by their sum
     weights = jnp.exp(both - both.max(-1, keepdims=True))
-    total = weights.sum(-1).reshape(batch, kv_heads, -1, 1)
+    total = weights.sum(-1).reshape(batch, kv_heads, queries, 1)
 
     def mix(weights, values):
         weights = weights.astype(values.dtype)
-        rows = jax.lax.optimization_barrier(weights.reshape(batch, kv_heads, -1, values.shape[1]))
+        rows = jax.lax.optimization_barrier(weights.reshape(batch, kv_heads, queries, values.shape[1]))
         return jnp.einsum("bgnt,btgd->bgnd", rows, values, preferred_element_type=jnp.float32)
 
     out = mix(weights[..., :capacity], past[1]) + mix(weights[..., capacity:], new[1])

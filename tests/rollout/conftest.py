@@ -45,6 +45,13 @@ def device(model, weights):
     return compiled(weights[0], model, ENGINE)
 
 
+@pytest.fixture
+def lent_device(device, weights):
+    """The same for a test that changes its weights; others get it back with the first ones."""
+    yield device
+    device.swap(device.place(weights[0]))
+
+
 @pytest.fixture(scope="session")
 def build_device(model, weights):
     """Builds a device with other shapes, or of another model."""

@@ -83,12 +83,13 @@ def test_every_token_is_of_the_version_that_the_trainer_published(
     after_update,
     tmp_path,
     monkeypatch,
-    device,
+    lent_device,
     model,
     policies,
     mixed_log_probs,
     expected_log_probs,
 ):
+    device = lent_device
     monkeypatch.setattr(engines, "Device", lambda *_: device)
     store, rng = open_store(str(tmp_path)), np.random.default_rng(1)
     config = replace(device.engine, after_update=after_update, prefix_entries=0)

@@ -103,22 +103,27 @@ def machine(toy, new_store):
                 Publisher(self.store, INTRUDER, owner="second")
 
         @precondition(lambda self: self.may_be_spoilt)
-        @rule(data=st.data(), how=st.sampled_from(["drop", "damage", "duplicate"]))
-        def spoil(self, data, how):
+        @rule(
+            how=st.sampled_from(["drop", "damage", "duplicate"]),
+            folder=st.sampled_from(["versions", "anchors", "blobs"]),
+            which=st.integers(0, 2),
+            where=st.integers(0, 9999),
+        )
+        def spoil(self, how, folder, which, where):
             self.spoilt = True
-            folder = data.draw(st.sampled_from(["versions", "anchors", "blobs"]))
             names = self.store.names(folder)
             if not names:
                 return
-            name = f"{folder}/{data.draw(st.sampled_from(names[-3:]))}"
+            name = f"{folder}/{names[-1 - which % len(names)]}"
             if how == "drop":
                 self.store.remove(name)
             elif how == "damage":
                 content = bytearray(self.store.read(name))
-                content[data.draw(st.integers(0, len(content) - 1))] ^= 4
+                content[where % len(content)] ^= 4
                 self.store.write(name, bytes(content))
             else:  # under another name, so that an order is broken too
-                target = data.draw(st.sampled_from([*names, f"{int(names[-1][:8]) + 1:08d}"]))
+                targets = [*names, f"{int(names[-1][:8]) + 1:08d}"]
+                target = targets[where % len(targets)]
                 self.store.write(f"{folder}/{target}", self.store.read(name))
 
         def note_published(self):

@@ -109,8 +109,8 @@ def attend(
     total = weights.sum(-1).reshape(batch, kv_heads, queries, 1)
 
     def mix(weights, values):
-        weights = weights.astype(values.dtype)
-        rows = jax.lax.optimization_barrier(weights.reshape(batch, kv_heads, queries, values.shape[1]))
+        rows = weights.astype(values.dtype).reshape(batch, kv_heads, queries, values.shape[1])
+        rows = jax.lax.optimization_barrier(rows)
         return jnp.einsum("bgnt,btgd->bgnd", rows, values, preferred_element_type=jnp.float32)
 
     out = mix(weights[..., :capacity], past[1]) + mix(weights[..., capacity:], new[1])

@@ -48,12 +48,12 @@ def get_config(variant: str = VARIANTS[0]) -> Config:
                 seeds=1,
                 pretraining=10,
                 rates=(1e-4, 1e-3),
-                versions=6,
-                interval=25,
-                horizon=100,
+                versions=5,
+                interval=40,
+                horizon=160,
                 slots=4,
                 median=25,
-                longest=48,
+                longest=64,
             )
     raise ConfigError(f"variant: {variant!r}; legal: {', '.join(VARIANTS)}")
 

@@ -1,6 +1,5 @@
 """The command line of `launch.agent`."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from c2.config import ConfigError, override
 from c2.sandbox.protocol import Resources
 from c2.sandbox.tasks import minirepo
 from c2.sandbox.tools.toolset import ToolsConfig
+from launch import command_line
 
 _MODULE = "launch.agent"
 
@@ -52,20 +52,8 @@ def parse(argv: Sequence[str], doc: str) -> Options:
     Raises:
       ConfigError: for whatever is wrong with it.
     """
-    values = flags.FlagValues()
-    _define(values)
-    if {"--help", "-help", "-h"} & set(argv):
-        print(f"{doc}\nflags:\n{values.module_help(_MODULE)}")
-        sys.exit(0)
-    overrides = [word for word in argv if word.startswith(("--config.", "-config."))]
-    try:
-        stray = values([word for word in argv if word not in overrides])[1:]
-    except flags.Error as error:
-        raise ConfigError(f"{error} (--help lists the flags)") from error
-    if stray:
-        raise ConfigError(f"unexpected argument {stray[0]!r}; all arguments are --NAME=VALUE")
-    assignments = [word.partition("config.")[2] for word in overrides]
-    named = {name: values[name].value for name in Options.__dataclass_fields__ if name != "config"}
+    values, assignments = command_line.parse(argv, _define, _MODULE, doc)
+    named = {name: values[name] for name in Options.__dataclass_fields__ if name != "config"}
     for name in ("repo", "out", "transcript"):
         named[name] = Path(named[name]).expanduser() if named[name] else None
     options = Options(config=override(AgentConfig(), assignments), **named)

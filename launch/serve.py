@@ -32,7 +32,7 @@ from rich.console import Console
 from c2.config import ConfigError, override, to_dict
 from c2.rollout.config import EngineConfig
 from c2.rollout.server.config import ServerConfig
-from launch import jax_setup
+from launch import command_line, jax_setup
 
 _MODULE = "launch.serve"
 
@@ -69,22 +69,10 @@ def parse(argv: Sequence[str]) -> Options:
     Raises:
       ConfigError: for whatever is wrong with it.
     """
-    values = flags.FlagValues()
-    _define(values)
-    if {"--help", "-help", "-h"} & set(argv):
-        print(f"{__doc__}\nflags:\n{values.module_help(_MODULE)}")
-        sys.exit(0)
-    overrides = [word for word in argv if word.startswith(("--config.", "-config."))]
-    try:
-        stray = values([word for word in argv if word not in overrides])[1:]
-    except flags.Error as error:
-        raise ConfigError(f"{error} (--help lists the flags)") from error
-    if stray:
-        raise ConfigError(f"unexpected argument {stray[0]!r}; all arguments are --NAME=VALUE")
-    named = {name: values[name].value for name in Options.__dataclass_fields__ if name != "config"}
+    values, assignments = command_line.parse(argv, _define, _MODULE, __doc__)
+    named = {name: values[name] for name in Options.__dataclass_fields__ if name != "config"}
     if named["checkpoint"]:
         named["checkpoint"] = Path(named["checkpoint"]).expanduser()
-    assignments = [word.partition("config.")[2] for word in overrides]
     options = Options(config=override(ServeConfig(), assignments), **named)
     if not options.print_config and (options.checkpoint is None) == (options.preset is None):
         raise ConfigError("--checkpoint, --preset: one of them says what is served")

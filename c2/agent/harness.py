@@ -205,7 +205,7 @@ class _Play:
                 return "lost"
 
     async def _turn(self, kind: str, limit: int) -> Turn:
-        seed = turn_seed(self._seed, self.session.turns + self.session.summaries)
+        seed = derived_seed(self._seed, self.session.turns + self.session.summaries)
         turn = await self.agent.turn(self._context, max_tokens=limit, seed=seed)
         self._add(turn.message)
         session, new = self.session, turn.counts or Counts()
@@ -263,9 +263,9 @@ class _Play:
         self.session.messages.append(message)
 
 
-def turn_seed(seed: int, turn: int) -> int:
-    """The seed of a turn, 0 to 2**31 - 1, of a conversation with a seed."""
-    digest = hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=4).digest()
+def derived_seed(*parts: int | str) -> int:
+    """A seed, 0 to 2**31 - 1, for what these parts name, such as a conversation's and a turn."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 
 

@@ -9,7 +9,6 @@ follows from the seed, the task and the sample, so the same weights give the sam
 
 import asyncio
 import dataclasses
-import hashlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 from c2.agent import harness
 from c2.agent.agents import AgentError, TokenAgent
 from c2.agent.chat import ChatFormat, Message, Syntax, Tokenizer, system_text
-from c2.agent.harness import HarnessConfig, Session
+from c2.agent.harness import HarnessConfig, Session, derived_seed
 from c2.config import ConfigError
 from c2.records import Completion, Rollout
 from c2.rl import rewards
@@ -145,10 +144,6 @@ class Environments:
         """Ends all sandboxes."""
         await asyncio.to_thread(self._pool.shutdown)
 
-    async def metrics(self) -> dict[str, float]:
-        """How many sandboxes there are."""
-        return {"sandboxes": self._pool.ledger.alive}
-
     async def rollout(self, prompt: str, sample: int) -> Rollout:
         """Plays a rollout.
 
@@ -159,14 +154,13 @@ class Environments:
         task = await asyncio.to_thread(self._task, prompt)
         try:
             handle = await asyncio.to_thread(self._pool.create, self._spec)
-        except SandboxError as error:
-            return rewards.rollout(
-                (), Session(stop="lost", lost=str(error)), None, self._config.rewards
-            )
-        try:
-            return await self._play(task, handle, sample)
-        finally:
-            await asyncio.to_thread(self._pool.close, handle)
+            try:
+                return await self._play(task, handle, sample)
+            finally:
+                await asyncio.to_thread(self._pool.close, handle)
+        except SandboxError as error:  # none came up, or it went before the policy was at work
+            nothing = Session(stop="lost", lost=str(error))
+            return rewards.rollout((), nothing, None, self._config.rewards)
 
     async def _play(self, task: Task, handle: protocol.Handle, sample: int) -> Rollout:
         config, pool = self._config, self._pool
@@ -176,9 +170,10 @@ class Environments:
         tools = sandbox_tools(pool, handle, config.tools, run_tests=run_tests, todo=todo)
         agent = TokenAgent(self._policy, ChatFormat(self._tokenizer, tools, syntax=config.syntax))
         events: list[dict[str, Any]] = []
+        seed = derived_seed(self._seed, task.id, sample)
         session = await harness.run(
             agent, tools, self._messages(task, tools), config.harness,
-            seed=seed_of(self._seed, task.id, sample), observe=[events.append], state=todo.text,
+            seed=seed, observe=[events.append], state=todo.text,
         )  # fmt: skip
         graded = None if session.stop in ("lost", "agent") else await self._grade(task, handle)
         done = rewards.rollout(agent.generations, session, graded, config.rewards)
@@ -206,12 +201,6 @@ class Environments:
             return grade.grade(task, files, grade.in_sandbox(self._pool, self._spec))
 
         return await asyncio.to_thread(graded)
-
-
-def seed_of(seed: int, task: str, sample: int) -> int:
-    """The seed of a rollout, 0 to 2**31 - 1."""
-    digest = hashlib.blake2b(f"{seed}/{task}/{sample}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 def _infrastructure(reason: str) -> Outcome:

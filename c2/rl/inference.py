@@ -76,10 +76,6 @@ class Inference:
         )
         return await self._engine.complete(request)
 
-    async def metrics(self) -> dict[str, float]:
-        """The engine's."""
-        return self._engine.metrics() if self._engine else {}
-
     async def pin(self, version: int) -> Mapping[str, np.ndarray]:
         """The tensors of the store's newest version, without serving it.
 

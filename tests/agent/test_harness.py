@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from c2.agent.agents import AgentError, ScriptedPolicy, TokenAgent, Turn
 from c2.agent.chat import SUMMARY_REQUEST, ByteTokenizer, ChatFormat, Message, Request
-from c2.agent.harness import GO_ON, HarnessConfig, answer_all, run, turn_seed
+from c2.agent.harness import GO_ON, HarnessConfig, answer_all, derived_seed, run
 from c2.config import ConfigError
 from c2.sandbox.protocol import SandboxLost
 from c2.sandbox.tasks import in_process
@@ -273,7 +273,7 @@ def test_every_turn_has_a_seed_of_its_own(fixed_policy):
         assert session.stop == "done"
         return policy.seeds
 
-    assert seeds(3) == seeds(3) == [turn_seed(3, turn) for turn in range(3)]
+    assert seeds(3) == seeds(3) == [derived_seed(3, turn) for turn in range(3)]
     assert len({*seeds(3), *seeds(4)}) == 6
 
 

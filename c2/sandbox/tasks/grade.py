@@ -19,7 +19,6 @@ from typing import Literal
 
 from c2.sandbox.protocol import (
     MAX_OUTPUT,
-    WORKDIR,
     Backend,
     ExecResult,
     Handle,
@@ -28,7 +27,7 @@ from c2.sandbox.protocol import (
     Spec,
     SupportsJobs,
 )
-from c2.sandbox.tasks import python_env
+from c2.sandbox.tasks import place, python_env
 from c2.sandbox.tasks.task import Task
 
 MAX_CHANGE = 1 << 18  # characters of changed files
@@ -261,8 +260,7 @@ def in_sandbox(backend: Backend, spec: Spec, *, timeout_s: float = TOTAL_S + STA
         handle = backend.create(spec)
         try:
             finish = begin(backend, handle, argv)
-            for path, text in files.items():
-                backend.write(handle, f"{WORKDIR}/{path}", text.encode(errors="surrogateescape"))
+            place.put(backend, handle, files)
             return finish(stdin, timeout_s)
         finally:
             backend.close(handle)

@@ -1,19 +1,28 @@
-"""Demonstrations of scripted agents as data for fine-tuning, before anything is rewarded."""
+"""What a policy sees of its tasks before anything is rewarded: code like theirs, scripted agents.
 
-import hashlib
+Code goes into the corpus, so that it is tokenised in few tokens and nothing of it is new later;
+demonstrations are conversations to fine-tune on.
+"""
+
 import random
+import zipfile
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from c2.agent.demonstrations import demonstrate
 from c2.config import ConfigError
+from c2.data import store
+from c2.data.files import atomic
 from c2.data.store import TokenStore
 from c2.data.tokenizer import Tokenizer
 from c2.rl.environments import EnvironmentConfig
 from c2.sandbox.tasks import minirepo
 from c2.sandbox.tasks.minirepo import policies
 from c2.sandbox.tasks.task import Task
+
+PER_FILE = 60  # generated packages in a file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +63,29 @@ class DemonstrationsConfig:
             raise ConfigError(f"families: none; legal: {', '.join(minirepo.FAMILIES)}")
 
 
+def write_packages(path: Path, count: int) -> None:
+    """Writes generated packages without faults, as a source of documents: a zip archive.
+
+    Many of them share a file, as short ones would be taken for near duplicates of each other.
+    """
+    with atomic(path) as temporary, zipfile.ZipFile(temporary, "w") as archive:
+        for first in range(0, count, PER_FILE):
+            found = [minirepo.sound(seed) for seed in range(first, min(first + PER_FILE, count))]
+            text = "\n".join(code for files in found for code in files.values() if code)
+            archive.writestr(zipfile.ZipInfo(f"packages/{first:06d}.py"), text)
+
+
+def cached_store(
+    config: DemonstrationsConfig,
+    tokenizer: Tokenizer,
+    environments: EnvironmentConfig,
+    cache: Path,
+) -> TokenStore:
+    """As `make_store`, from the file ``cache`` if it was made from the same settings."""
+    mark = _fingerprint(config, tokenizer, environments)
+    return store.cached(cache, mark, lambda: make_store(config, tokenizer, environments))
+
+
 def make_store(
     config: DemonstrationsConfig, tokenizer: Tokenizer, environments: EnvironmentConfig
 ) -> TokenStore:
@@ -72,7 +104,7 @@ def make_store(
 
     def script(task: Task) -> policies.Policy:
         before, after = (rng.random() < p for p in (config.test_before, config.test_after))
-        return policies.expert(task, test_before=before, test_after=after)
+        return policies.expert(task, search=True, test_before=before, test_after=after)
 
     links = demonstrate(
         tasks, script, tokenizer, syntax=environments.syntax, tools=environments.tools,
@@ -85,6 +117,13 @@ def make_store(
         offsets=np.cumsum([0, *(len(link.tokens) for link in links)], dtype=np.int64),
         prompts=np.zeros(len(links), np.int32),
         sources=np.zeros(len(links), np.int32),
-        fingerprint=hashlib.blake2b(tokens.tobytes() + own.tobytes(), digest_size=16).hexdigest(),
+        fingerprint=_fingerprint(config, tokenizer, environments),
         weights=np.where(own, 1, config.others).astype(np.float16),
     )
+
+
+def _fingerprint(
+    config: DemonstrationsConfig, tokenizer: Tokenizer, environments: EnvironmentConfig
+) -> str:
+    shown = (config, environments.syntax, environments.tools, environments.harness)
+    return store.fingerprint((), *shown, tokenizer.to_json())

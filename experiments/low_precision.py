@@ -219,7 +219,7 @@ def _steps(
         (phase,) = make_phases(
             [config.training],
             model,
-            data,
+            data.of,
             optimizer,
             mesh,
             seed=seed,

@@ -1,10 +1,13 @@
 """What does the Composer 2 recipe do, stage by stage, to a Kimi-K2.5-style model?
 
 Continued pretraining on real code in phases that share one state (report section 2): short context,
-then a multi-token-prediction module distilled from the frozen model, then longer context with YaRN
-and supervised fine-tuning, both with the module trained jointly. The measures are the negative
-log-likelihood of a package that is never trained on, and how often the model would accept the
-module's drafts of it.
+then a multi-token-prediction module distilled from the frozen model, then longer context with YaRN,
+with the module trained jointly. The measures are the negative log-likelihood of a package that is
+never trained on, and how often the model would accept the module's drafts of it.
+
+Then the model becomes an agent (`experiments.post_training`): fine-tuning on demonstrations, and
+asynchronous reinforcement learning on repair tasks in sandboxes, against a control with shuffled
+rewards and one that spends the same compute on more demonstrations.
 
     python -m launch.main --config=experiments/recipe.py:mini --workdir=runs/demo
 
@@ -21,13 +24,14 @@ import jax
 import numpy as np
 
 from c2.config import ConfigError, located, runtime
-from c2.data.config import MIN_VOCAB, DataConfig
+from c2.data.config import MIN_VOCAB, DataConfig, Source
 from c2.data.prepare import Prepared, prepare
 from c2.data.tokenizer import check_vocab
 from c2.evals.acceptance import acceptance_rate
 from c2.evals.codebase_nll import codebase_nll
 from c2.models import ModelConfig, YarnConfig, count, presets
 from c2.parallel.mesh import MeshConfig
+from c2.parallel.processes import first_before_others
 from c2.training.checkpoint import Checkpoints
 from c2.training.loop import LoopConfig, train
 from c2.training.metrics import MetricsLog
@@ -40,15 +44,23 @@ from c2.training.pretrain import (
     log_prob_fn,
     make_optimizer,
     make_phases,
+    phase_model,
 )
 from c2.training.progress import TrainingProgress
 from c2.training.sharding import place_state
 from c2.training.state import TrainState, init_state
-from experiments import mtp_report, pretraining_report
+from experiments import (
+    mtp_report,
+    post_training_configs,
+    post_training_report,
+    pretraining_report,
+)
+from experiments.demonstrations import write_packages
+from experiments.post_training import PostTrainingConfig, post_train
 from experiments.pretraining_report import HELD_OUT
-from experiments.study import Result, Run
+from experiments.study import Result, Run, joined
 
-VARIANTS = ("mini", "smoke")
+VARIANTS = ("mini", "smoke", "small")
 MULTI_PROCESS = True
 
 
@@ -78,6 +90,24 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PackagesConfig:
+    """Generated packages in the corpus, like those that the agent is going to repair.
+
+    Attributes:
+      count: packages.
+      weight: their share of the training tokens, relative to the weights of the other sources.
+    """
+
+    count: int
+    weight: float = 0.25
+
+    def __post_init__(self):
+        if self.count < 1:
+            raise ConfigError(f"count: {self.count} is not legal; legal: 1 or more")
+        Source(path="packages", weight=self.weight)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """The whole recipe.
 
@@ -85,23 +115,27 @@ class Config:
       seed: of initial values and of the order of the data.
       model: architecture; `vocab` must hold the tokenizer.
       data: corpus, held-out package, tokenizer.
-      optimizer: AdamW's settings, shared by all phases.
+      packages: generated ones that join the corpus, or none.
+      optimizer: its settings, shared by all phases.
       phases: in order; parameters, moments and step count carry over.
       mesh: how steps are spread over devices.
       bias_update_rate: step of the routers' selection biases towards equal expert load.
       evaluation: of the held-out package.
       loop: reporting and saving.
+      post_training: what follows, or none.
     """
 
     seed: int = 0
     model: ModelConfig
     data: DataConfig
+    packages: PackagesConfig | None = None
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     phases: tuple[PhaseConfig, ...]
     mesh: MeshConfig = field(default_factory=MeshConfig)
     bias_update_rate: float = 1e-3
     evaluation: EvaluationConfig
     loop: LoopConfig = field(default_factory=LoopConfig)
+    post_training: PostTrainingConfig | None = None
 
     def __post_init__(self):
         names = [phase.name for phase in self.phases]
@@ -124,21 +158,22 @@ class Config:
 
 def mini() -> Config:
     """Minutes on two CPU cores."""
-    jointly = MTPConfig(joint_weight=0.1, into_trunk=True)
     return Config(
         model=replace(presets.get("tiny_mla_moe"), mtp=1),
         data=DataConfig(held_out="json", vocab_size=2048),
+        packages=PackagesConfig(count=9000),
+        optimizer=OptimizerConfig(name="muon"),
         phases=(
             PhaseConfig(
                 name="main",
-                steps=560,
+                steps=320,
                 context=256,
                 batch=8,
-                learning_rate=ScheduleConfig(peak=3e-3, warmup_steps=40, final=0.1),
+                learning_rate=ScheduleConfig(peak=3e-3, warmup_steps=30, final=0.1),
             ),
             PhaseConfig(
                 name="mtp",
-                steps=80,
+                steps=60,
                 context=256,
                 batch=8,
                 learning_rate=ScheduleConfig(peak=3e-3, warmup_steps=10, final=0.2),
@@ -146,27 +181,42 @@ def mini() -> Config:
             ),
             PhaseConfig(
                 name="long",
-                steps=40,
+                steps=30,
                 context=1024,
                 batch=4,
                 learning_rate=ScheduleConfig(peak=6e-4, decay="linear", final=0.5),
                 yarn=YarnConfig(factor=4.0, original_context=256),
-                mtp=jointly,
-            ),
-            PhaseConfig(
-                name="fine_tuning",
-                steps=40,
-                context=512,
-                batch=8,
-                learning_rate=ScheduleConfig(peak=3e-4, decay="linear", final=0.1),
-                data="fine_tuning",
-                yarn=YarnConfig(factor=4.0, original_context=256),
-                mtp=jointly,
+                mtp=MTPConfig(joint_weight=0.1, into_trunk=True),
             ),
         ),
         bias_update_rate=3e-3,
         evaluation=EvaluationConfig(windows=(256, 1024)),
         loop=LoopConfig(log_every=10, eval_every=40, checkpoint_every=100),
+        post_training=post_training_configs.mini(),
+    )
+
+
+def small() -> Config:
+    """Hours: ten times the tokens, and fine-tuning on real functions before demonstrations."""
+    config = mini()
+    phases = [replace(phase, steps=10 * phase.steps) for phase in config.phases]
+    return replace(
+        config,
+        phases=(*phases, functions_phase(phases[-1])),
+        loop=LoopConfig(log_every=10, eval_every=400, checkpoint_every=200),
+        post_training=post_training_configs.small(),
+    )
+
+
+def functions_phase(before: PhaseConfig) -> PhaseConfig:
+    """Fine-tuning on instruction and solution pairs made from the corpus, behind another phase."""
+    return replace(
+        before,
+        name="fine_tuning",
+        context=before.context // 2,
+        batch=2 * before.batch,
+        learning_rate=ScheduleConfig(peak=3e-4, decay="linear", final=0.1),
+        data="fine_tuning",
     )
 
 
@@ -183,27 +233,34 @@ def smoke() -> Config:
             learning_rate=replace(phase.learning_rate, warmup_steps=0),
             yarn=phase.yarn and replace(phase.yarn, original_context=64),
         )
-        for phase in config.phases
+        for phase in (*config.phases, functions_phase(config.phases[-1]))
     ]
     return replace(
         config,
         model=replace(config.model, vocab=512, hidden=32, layers=2, dense_intermediate=64),
         data=DataConfig(sources=config.data.sources, held_out="json", vocab_size=512),
+        packages=PackagesConfig(count=300),
         phases=tuple(phases),
         evaluation=EvaluationConfig(windows=(64, 256), stride=0.75),
         loop=LoopConfig(log_every=2, eval_every=6, checkpoint_every=6),
+        post_training=post_training_configs.smoke(),
     )
 
 
 def get_config(variant: str = "mini") -> Config:
     """The configuration of a variant."""
-    return {"mini": mini, "smoke": smoke}[variant]()
+    return {"mini": mini, "smoke": smoke, "small": small}[variant]()
 
 
 def run(config: Config, run: Run) -> Result:
     """Trains through all phases, then draws and judges what the metrics say."""
+    if config.post_training is not None and jax.process_count() > 1:
+        raise ConfigError(
+            "config.post_training: it begins on one process, and its services start others; legal "
+            "with --processes: none"
+        )
     with located("config.data"):
-        data = prepare(config.data, run.workdir / "data")
+        data = prepare(corpus_config(config, run), run.workdir / "data")
     with located("config.model"):
         check_vocab(data.tokenizer, config.model.vocab)
     with located("config"):
@@ -213,7 +270,7 @@ def run(config: Config, run: Run) -> Result:
         phases = make_phases(
             config.phases,
             config.model,
-            data,
+            data.of,
             optimizer,
             mesh,
             seed=config.seed,
@@ -233,10 +290,31 @@ def run(config: Config, run: Run) -> Result:
         MetricsLog(run.workdir, mute=jax.process_index() > 0) as log,
     ):
         progress = TrainingProgress(run.console)
-        train(phases, state, checkpoints=checkpoints, log=log, progress=progress, config=loop)
+        state = train(
+            phases, state, checkpoints=checkpoints, log=log, progress=progress, config=loop
+        )
     if jax.process_index() > 0:
         return Result(summary="Process 0 reports.")
-    return pretraining_report.summarise(config, data, run)
+    result = pretraining_report.summarise(config, data, run)
+    if (after := config.post_training) is None:
+        return result
+    model = replace(phase_model(config.model, config.phases[-1]), mtp=0)
+    params, folder = state.params.replace(mtp=()), run.workdir / "agent"
+    words = run.workdir / "data" / "tokenizer.json"
+    scores = post_train(after, model, params, words, folder, run)
+    return joined(post_training_report.summarise(after, scores, folder, run), result)
+
+
+def corpus_config(config: Config, run: Run) -> DataConfig:
+    """The corpus with the generated packages, which are written where they are looked for."""
+    if config.packages is None:
+        return config.data
+    path = run.workdir / "data" / "packages.zip"
+    with first_before_others("packages"):
+        if not path.exists():
+            write_packages(path, config.packages.count)
+    source = Source(path=str(path), weight=config.packages.weight, license="Apache-2.0")
+    return replace(config.data, sources=(*config.data.sources, source))
 
 
 def held_out_evaluation(

@@ -6,6 +6,7 @@ on where it was interrupted.
 """
 
 import asyncio
+import json
 import math
 import random
 import time
@@ -16,11 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import numpy as np
 
+from c2 import models
 from c2.agent.chat import Tokenizer
 from c2.config import ConfigError, runtime
 from c2.data import tokenizer as tokenizers
+from c2.data.files import atomic
 from c2.evals.sampling import best_of_k
 from c2.models import ModelConfig, Params
 from c2.records import Effort, Group, Rollout
@@ -36,11 +40,17 @@ from c2.rl.monitor import group_metrics
 from c2.rl.sampling_weights import OversamplingConfig, kind_weights
 from c2.rl.training import INSPECTED, Training, TrainingConfig
 from c2.rollout.config import EngineConfig
+from c2.rollout.follow import subscribe
 from c2.sandbox.tasks import minirepo
 from c2.training.checkpoint import Checkpoints
 from c2.training.metrics import MetricsLog
+from c2.weights import serving
+from c2.weights.store import open_store
 from experiments.study import Run
 from experiments.viewer import View, write
+
+Scores = dict[str, dict[str, list[float]]]
+"""By split and task, as `c2.rl.evaluation.Evaluation.evaluate` gives them."""
 
 REMEMBERED = 256  # efforts of a kind of tasks that its difficulty is judged by
 
@@ -104,6 +114,16 @@ class RLConfig:
     rewards: Literal["true", "shuffled"] = "true"
     seed: int = 0
     eval_slots: int = runtime(32)
+
+    def __post_init__(self):
+        warmup, steps = self.training.learning_rate.warmup_steps, self.controller.schedule.steps
+        if warmup >= steps:
+            raise ConfigError(
+                f"training.learning_rate.warmup_steps: {warmup}; legal: below "
+                f"controller.schedule.steps = {steps}"
+            )
+        if self.samples < 1:
+            raise ConfigError(f"samples: {self.samples}; legal: at least 1")
 
 
 class Prompts:
@@ -178,7 +198,7 @@ def train(
     tokenizer: Path,
     folder: Path,
     run: Run,
-) -> dict[int, dict[str, dict[str, list[float]]]]:
+) -> dict[int, Scores]:
     """Trains, or goes on.
 
     Args:
@@ -190,7 +210,7 @@ def train(
       run: where services are started and progress is told.
 
     Returns:
-      Scores by version, as `c2.rl.evaluation.Evaluation.evaluate` gives them.
+      Scores by version.
     """
     start, store = folder / "start", str(folder / "weights")
     with_params = Checkpoints(start)
@@ -200,9 +220,7 @@ def train(
     shape = config.controller.schedule
     make_tokenizer = partial(tokenizers.load, tokenizer)
     prompts = Prompts(config.tasks, shape.steps, shape.groups)
-    evaluation = EvaluationConfig(
-        tasks=held_out(config.tasks), samples=config.samples, slots=config.eval_slots
-    )
+    evaluation = evaluation_config(config)
     with Journal(folder / "journal") as journal, MetricsLog(folder) as log:
         log.rewind(len(journal.batches))
         observer = Observer(config, journal, log, prompts, run)
@@ -237,6 +255,70 @@ def train(
         asyncio.run(play())
         write_pages(folder, journal, make_tokenizer())
         return dict(journal.evaluations)
+
+
+def evaluate(
+    config: RLConfig,
+    model: ModelConfig,
+    tensors: Mapping[str, np.ndarray],
+    tokenizer: Path,
+    folder: Path,
+    run: Run,
+) -> Scores:
+    """Scores given weights as evaluations of a run would, or finds the scores in the folder.
+
+    Args:
+      config: of the run.
+      model: model configuration.
+      tensors: weights as they are published, see `published` and `serving_form`.
+      tokenizer: the policy's `tokenizer.json`.
+      folder: where the scores are kept.
+      run: where services are started.
+    """
+    path = folder / "scores.json"
+    if path.exists():
+        return json.loads(path.read_text())
+
+    async def play() -> Scores:
+        use_threads()
+        launcher = run.services()
+        make = partial(
+            Evaluation, evaluation_config(config), config.environments,
+            partial(tokenizers.load, tokenizer), model, config.engine,
+            store=str(folder / "none"), folder=str(folder / "pinned"),
+        )  # fmt: skip
+        try:
+            service = await launcher.start("evaluation", make)
+            await service.call("keep", tensors, 0)
+            return await service.call("evaluate", 0)
+        finally:
+            await launcher.close()
+
+    found = asyncio.run(play())
+    with atomic(path) as temporary:
+        temporary.write_text(json.dumps(found))
+    return found
+
+
+def evaluation_config(config: RLConfig) -> EvaluationConfig:
+    """What an evaluation measures."""
+    return EvaluationConfig(
+        tasks=held_out(config.tasks), samples=config.samples, slots=config.eval_slots
+    )
+
+
+def published(model: ModelConfig, folder: Path) -> Mapping[str, np.ndarray]:
+    """The newest weights that a run has published."""
+    subscriber = subscribe(open_store(str(folder / "weights")), model)
+    subscriber.poll()
+    return subscriber.current.tensors
+
+
+def serving_form(model: ModelConfig, params: Params) -> Mapping[str, np.ndarray]:
+    """Parameters as they would be published."""
+    experts = serving.experts_for(model.moe.precision) if model.moe else "native"
+    form = serving.make_serving_form(models.spec(model), model.dtype, experts)
+    return jax.tree.map(np.asarray, form(params))
 
 
 def write_pages(folder: Path, journal: Journal, tokenizer: Tokenizer) -> None:

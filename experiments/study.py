@@ -113,6 +113,17 @@ class Result:
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
+def joined(*results: Result) -> Result:
+    """The results of several parts of a study as one, in their order."""
+    return Result(
+        summary="\n\n".join(result.summary.strip() for result in results),
+        claims=[claim for result in results for claim in result.claims],
+        figures=[figure for result in results for figure in result.figures],
+        tables={title: rows for result in results for title, rows in result.tables.items()},
+        metrics={name: value for result in results for name, value in result.metrics.items()},
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
     """What a study gets from the launcher.

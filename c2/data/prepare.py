@@ -1,7 +1,9 @@
 """From a `DataConfig` to tokenised documents, with everything slow cached in the workdir."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from c2.config import ConfigError
 from c2.data import corpus, sft, store, tokenizer
@@ -35,6 +37,10 @@ class Prepared:
     def weights(self) -> tuple[float, ...]:
         """The weight of each source, in the order of the config."""
         return tuple(source.weight for source in self.config.sources)
+
+    def of(self, kind: Literal["code", "fine_tuning"]) -> tuple[TokenStore, Sequence[float]]:
+        """Documents to train on and the weights of their sources, see `c2.training.pretrain`."""
+        return (self.documents if kind == "code" else self.fine_tuning()), self.weights
 
     def fine_tuning(self) -> TokenStore:
         """Fine-tuning examples from the training documents, tokenised and cached.

@@ -110,6 +110,7 @@ def _load(path: Path) -> TokenStore | None:
             return TokenStore(
                 *(arrays[name] for name in ("tokens", "offsets", "prompts", "sources")),
                 str(arrays["fingerprint"]),
+                arrays.get("weights"),
             )
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
         return None
@@ -117,4 +118,4 @@ def _load(path: Path) -> TokenStore | None:
 
 def _save(store: TokenStore, path: Path) -> None:
     with atomic(path) as temporary, temporary.open("wb") as file:
-        np.savez(file, **vars(store))
+        np.savez(file, **{name: x for name, x in vars(store).items() if x is not None})

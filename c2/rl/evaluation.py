@@ -91,7 +91,10 @@ class Evaluation:
 
     async def pin(self, version: int) -> None:
         """Keeps the newest version until it has been evaluated."""
-        tensors = await self._weights.pin(version)
+        await self.keep(await self._weights.pin(version), version)
+
+    async def keep(self, tensors: Mapping[str, np.ndarray], version: int) -> None:
+        """Keeps weights, in the form that is published, until they have been evaluated."""
         await asyncio.to_thread(_write, self._file(version), tensors)
 
     async def evaluate(self, version: int) -> dict[str, dict[str, list[float]]]:

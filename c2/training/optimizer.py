@@ -1,14 +1,22 @@
-"""AdamW with warm-up, decay and global-norm clipping, assembled from optax."""
+"""AdamW or Muon with warm-up, decay and global-norm clipping, assembled from optax."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import optax
+from optax.contrib import MuonDimensionNumbers
 
 from c2.config import ConfigError
 from c2.models import Params
-from c2.models.params import trainable_mask
+from c2.models.params import ParamSpec, trainable_mask
+
+# Axes along which a tensor holds matrices of their own.
+_STACKED = ("layer", "expert", "gate_up")
+# Muon's updates get the root mean square that AdamW's have, so both take the same learning rates
+# (Liu et al. 2025, section 2.2).
+_ADAMW_RMS = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +39,19 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW (Loshchilov & Hutter 2019); weight decay acts on matrices only."""
+    """AdamW (Loshchilov & Hutter 2019) or Muon; weight decay acts on matrices only.
 
+    Attributes:
+      name: "adamw", or "muon" (Jordan et al. 2024; Liu et al. 2025) for the matrices inside of
+        layers: the momentum is orthogonalised. All else still gets AdamW.
+      b1: decay of the first moment, and of Muon's momentum.
+      b2: decay of AdamW's second moment.
+      eps: added to AdamW's root of it.
+      weight_decay: per step and unit of learning rate.
+      clip_norm: largest norm of all gradients together.
+    """
+
+    name: Literal["adamw", "muon"] = "adamw"
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
@@ -88,13 +107,45 @@ def make(
     (norm scales); the stacked "layer" axis does not make a matrix of a vector.
     """
     decayed = jax.tree.map(lambda spec: sum(axis != "layer" for axis in spec.axes) >= 2, specs)
-    adamw = optax.chain(
-        optax.clip_by_global_norm(cfg.clip_norm),
-        optax.adamw(
+    rules = {
+        "fixed": optax.set_to_zero(),
+        "adamw": optax.adamw(
             learning_rate, cfg.b1, cfg.b2, cfg.eps, weight_decay=cfg.weight_decay, mask=decayed
         ),
+    }
+    matrices = jax.tree.map(lambda _: None, specs)
+    if cfg.name == "muon":
+        matrices = jax.tree.map(muon_dimensions, specs)
+        rules["muon"] = optax.contrib.muon(
+            learning_rate,
+            beta=cfg.b1,
+            weight_decay=cfg.weight_decay,
+            muon_weight_dimension_numbers=matrices,
+            consistent_rms=_ADAMW_RMS,
+        )
+
+    def rule(spec: ParamSpec, matrix: MuonDimensionNumbers | None) -> str:
+        return "fixed" if not spec.trainable else "muon" if matrix else "adamw"
+
+    return optax.chain(
+        optax.masked(optax.clip_by_global_norm(cfg.clip_norm), trainable_mask(specs)),
+        optax.partition(rules, jax.tree.map(rule, specs, matrices)),
     )
-    return optax.partition({True: adamw, False: optax.set_to_zero()}, trainable_mask(specs))
+
+
+def muon_dimensions(spec: ParamSpec) -> MuonDimensionNumbers | None:
+    """Which axes of a tensor are the inputs and which the outputs of one matrix.
+
+    None for what is no matrix, and for embeddings, heads and routers, whose rows or columns are
+    things of their own: tokens and experts.
+    """
+    axes = [i for i, axis in enumerate(spec.axes) if axis not in _STACKED]
+    if len(axes) < 2 or "vocab" in spec.axes:
+        return None
+    inputs = 1
+    while math.prod(spec.shape[i] for i in axes[:inputs]) < spec.fan_in:
+        inputs += 1
+    return MuonDimensionNumbers(tuple(axes[:inputs]), tuple(axes[inputs:]))
 
 
 def by_part(

@@ -1,5 +1,6 @@
 import errno
 import zipfile
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -49,6 +50,13 @@ def test_cache_is_reused(tmp_path):
     assert_equal(cached(path, "mark", make), make())
     assert_equal(cached(path, "mark", lambda: pytest.fail("built again")), make())
     assert [file.name for file in path.parent.iterdir()] == ["store.npz"]
+
+
+def test_weights_of_tokens_are_cached_too(tmp_path):
+    path, weights = tmp_path / "store.npz", np.array([1, 0.5, 0, 1], np.float16)
+    weighted = replace(make(), weights=weights)
+    cached(path, "mark", lambda: weighted)
+    assert_equal(cached(path, "mark", lambda: pytest.fail("built again")), weighted)
 
 
 def test_stale_cache_is_rebuilt(tmp_path):

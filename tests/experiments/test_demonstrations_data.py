@@ -1,6 +1,7 @@
 """Demonstrations as documents: weights, habits, and the same ones again."""
 
 import dataclasses
+import zipfile
 
 import numpy as np
 import pytest
@@ -9,7 +10,13 @@ from c2.config import ConfigError
 from c2.data import tokenizer as tokenizers
 from c2.rl.environments import EnvironmentConfig
 from c2.sandbox.tasks import minirepo
-from experiments.demonstrations import DemonstrationsConfig, make_store
+from experiments import demonstrations
+from experiments.demonstrations import (
+    DemonstrationsConfig,
+    cached_store,
+    make_store,
+    write_packages,
+)
 
 ENVIRONMENTS = EnvironmentConfig(syntax="plain")
 
@@ -38,7 +45,32 @@ def test_the_agents_own_tokens_count_and_habits_are_as_asked(tokenizer):
     assert 15 < tested < 45
     assert all(text.count("<|call|>edit") == 1 for text in texts)  # none repairs its own edit
     first = [text.split("<|call|>")[1] for text in texts]
-    assert all(call.startswith("read_file") for call in first)
+    assert {call.split()[0] for call in first} == {"read_file", "grep"}
+
+
+def test_demonstrations_are_made_once_for_a_config_and_a_tokenizer(
+    tokenizer, tmp_path, monkeypatch
+):
+    config, path = DemonstrationsConfig(count=4), tmp_path / "shown.npz"
+    made = cached_store(config, tokenizer, ENVIRONMENTS, path)
+    monkeypatch.setattr(demonstrations, "make_store", lambda *_: pytest.fail("made again"))
+    again = cached_store(config, tokenizer, ENVIRONMENTS, path)
+    for name in ("tokens", "offsets", "weights"):
+        np.testing.assert_array_equal(getattr(made, name), getattr(again, name))
+    with pytest.raises(pytest.fail.Exception, match="made again"):
+        cached_store(dataclasses.replace(config, seed=1), tokenizer, ENVIRONMENTS, path)
+
+
+def test_packages_are_files_of_the_corpus_and_the_same_bytes_again(tmp_path):
+    one, two = tmp_path / "one.zip", tmp_path / "two.zip"
+    for path in (one, two):
+        write_packages(path, 130)
+    assert one.read_bytes() == two.read_bytes()
+    with zipfile.ZipFile(one) as archive:
+        texts = [archive.read(name).decode() for name in archive.namelist()]
+    assert len(texts) == 3 and sum(text.count("def ") for text in texts) == 3 * 130
+    for text in texts:
+        compile(text, "packages", "exec")
 
 
 def test_the_same_config_gives_the_same_bytes(tokenizer):

@@ -23,6 +23,7 @@ from c2.sandbox.tasks.minirepo import (
     generate,
     policies,
     solve,
+    sound,
     split,
     splits,
 )
@@ -59,7 +60,8 @@ def test_the_base_fails_exactly_what_it_should_and_the_expert_solves_it(family, 
         for style in ("lines", "match"):
             files, transcript = played(task, policies.expert(task, style=style, test_before=True))
             assert files == solve(task)
-            assert transcript[0][1].startswith("fail ")
+            assert transcript[0][0].name == "read_file"
+            assert transcript[1][1].startswith("fail ")
             assert transcript[-1][1] == "pass"
             assert not any(answer.startswith("error") for _, answer in transcript)
         assert not failures(task, solve(task))
@@ -72,6 +74,33 @@ def test_the_weak_agent_is_weak_where_it_says_and_nothing_does_nothing():
         able = level < 4 and family not in ("rename", "constant", "config")
         assert (not failures(task, files)) == able, (family, level, seed)
         assert played(task, policies.nothing(task)) == (task.files, [])
+
+
+def test_an_expert_that_searches_finds_the_file_that_the_prompt_keeps_back():
+    told = 0
+    for seed in range(20):
+        task = task_of(seed, "operator", 1)
+        files, ((first, answer), *_) = played(task, policies.expert(task, search=True))
+        assert files == solve(task)
+        told += ".py" in task.prompt
+        if ".py" in task.prompt:
+            assert first.name == "read_file"
+        else:
+            (path,) = (path for path in solve(task) if solve(task)[path] != task.files[path])
+            assert first.name == "grep" and answer.startswith(f"{path}:")
+    assert 4 < told < 16
+
+
+def test_sound_packages_are_of_no_held_out_template_and_run():
+    names = {name for key in splits.HELD_TEMPLATES for name in TEMPLATES[key].names}
+    for seed in range(50):
+        files = sound(seed)
+        functions = {
+            node.name for text in files.values() for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.FunctionDef)
+        }  # fmt: skip
+        assert len(functions) >= 3 and not functions & names
+        assert files == sound(seed) != sound(seed + 1)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -118,3 +118,28 @@ def test_only_trainable_tensors_have_moments():
     moments = [path for path, leaf in state if leaf.ndim]
     names = sorted(path[-1].key for path in moments)
     assert names == sorted(2 * [name for name in SPECS if name != "bias"])
+
+
+def test_muon_orthogonalises_each_matrix_at_the_size_of_adamws_updates():
+    specs = {
+        "experts": ParamSpec((2, 3, 6, 2, 4), ("layer", "expert", "embed", "gate_up", "ffw"), 6),
+        "heads": ParamSpec((2, 3, 6), ("heads", "v", "embed"), 6),
+        "embed": ParamSpec((5, 6), ("vocab", "embed")),
+        "norm": ParamSpec((6,), ("embed",)),
+    }
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+    params = jax.tree.map(lambda s: jax.random.normal(next(keys), s.shape), specs)
+    grads = jax.tree.map(lambda s: jax.random.normal(next(keys), s.shape), specs)
+    plain = {"weight_decay": 0.0, "clip_norm": 1e9}
+    muon, adamw = (
+        make(OptimizerConfig(name=name, **plain), 1.0, specs) for name in ("muon", "adamw")
+    )
+    found, _ = muon.update(grads, muon.init(params), params)
+    other, _ = adamw.update(grads, adamw.init(params), params)
+    for name in ("embed", "norm"):
+        np.testing.assert_array_equal(found[name], other[name])
+    one, grad = (x["experts"][1, 2, :, 0] for x in (found, grads))
+    u, _, v = np.linalg.svd(grad, full_matrices=False)
+    np.testing.assert_allclose(-one, 0.2 * 6**0.5 * u @ v, atol=0.3 * 0.2 * 6**0.5)
+    values = np.linalg.svd(found["heads"].reshape(6, 6), compute_uv=False) / (0.2 * 6**0.5)
+    assert values.min() > 0.6 and values.max() < 1.3  # five Newton-Schulz steps are no more exact

@@ -86,7 +86,7 @@ def choose(
         found = _draw(rng, sound, spoilt, function)
         telling = [case for case in found if case.fails]
         concerned = function.name in chain
-        if len(found) < VISIBLE + HIDDEN or (concerned and len(telling) < HIDDEN):
+        if len(found) < VISIBLE + HIDDEN or (concerned and len(telling) <= HIDDEN):
             return None
         if not concerned:
             seen, unseen = found[:1], found[1:2]

@@ -1,6 +1,7 @@
 """From a seed to a task and its solution; the same in every process."""
 
 import difflib
+import functools
 import random
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ from c2.sandbox.tasks.minirepo.splits import HELD_FAMILIES, HELD_TEMPLATES, SPLI
 from c2.sandbox.tasks.task import Solved, Task
 
 FAMILIES = tuple(faults.FAMILIES)
+_WITHOUT_SETTINGS = ("operator", "constant")  # families that can be about any template
 _ATTEMPTS = 100
 _DRAWS = 2000
 
@@ -60,6 +62,21 @@ def draw(
     raise RuntimeError(f"no task of split {part} after {_DRAWS} draws: family {family}")
 
 
+def sound(seed: int, level: int = 2) -> dict[str, str]:
+    """The files of a package like those that tasks of split "train" are about, without a fault.
+
+    Args:
+      seed: any whole number.
+      level: one of `LEVELS`.
+    """
+    rng = random.Random(f"{seed}/sound/{level}")
+    for _ in range(_DRAWS):
+        drawn = layout.draw(rng, rng.choice(_WITHOUT_SETTINGS), level, HELD_TEMPLATES)
+        if not set(drawn.templates) & set(HELD_TEMPLATES):
+            return drawn.package.files()
+    raise RuntimeError(f"no package after {_DRAWS} draws: seed {seed}, level {level}")
+
+
 def from_id(name: str) -> Task:
     """The generated task with an id, made anew.
 
@@ -79,6 +96,7 @@ def solve(task: Task) -> dict[str, str]:
     return generate_solved(int(seed), family, int(level)).solution
 
 
+@functools.lru_cache(maxsize=256)  # all rollouts of a group, and experts, ask for the same
 def generate_solved(seed: int, family: str, level: int = 1) -> Solved:
     """As `generate`, with the solution."""
     if family not in FAMILIES:

@@ -5,6 +5,7 @@ solution, which they make anew from the task's seed; it is nowhere in what a mod
 """
 
 import difflib
+import re
 from collections.abc import Iterator
 from typing import Literal
 
@@ -22,20 +23,30 @@ def nothing(task: Task) -> Policy:
 
 
 def expert(
-    task: Task, *, style: Style = "lines", test_before: bool = False, test_after: bool = True
+    task: Task,
+    *,
+    style: Style = "lines",
+    search: bool = False,
+    test_before: bool = False,
+    test_after: bool = True,
 ) -> Policy:
     """Reads each file that has to change, edits it, and runs the tests.
 
     Args:
       task: made by `generate`.
       style: "lines" edits by line numbers, "match" by text that is in the file once.
-      test_before: whether it looks at the failing test first.
+      search: whether it first looks for the function that the prompt is about, if that does not
+        say where it is; else it knows.
+      test_before: whether it looks at the failing test before its first edit.
       test_after: whether it runs the tests at the end.
     """
-    if test_before:
-        yield Call("run_tests")
+    if search and ".py" not in task.prompt and (name := _function(task)):
+        yield Call("grep", {"pattern": f"def {name}"})
     for path, calls in _edits_by_file(task, style):
         yield Call("read_file", {"path": path})
+        if test_before:
+            yield Call("run_tests")
+            test_before = False
         for call in calls:  # noqa: UP028 - a list can't be sent the answers
             yield call
     if test_after:
@@ -55,6 +66,13 @@ def weak(task: Task) -> Policy:
         text = edit.arguments["text"].translate(str.maketrans("123456789", "234567891"))
         edit = Call(edit.name, edit.arguments | {"text": text})
     yield edit
+
+
+def _function(task: Task) -> str | None:
+    """The first word of the prompt that names a function of the repository."""
+    code = "".join(task.files.values())
+    words = re.findall(r"\w+", task.prompt)
+    return next((word for word in words if f"def {word}(" in code), None)
 
 
 def edits(old: str, new: str, path: str, style: Style) -> list[Call]:

@@ -1,0 +1,143 @@
+"""From a pretrained model to an agent: demonstrations, reinforcement learning, its controls.
+
+Demonstrations show the form of a conversation by an expert that knows each solution and so never
+repairs an edit of its own. Reinforcement learning starts from there. Two controls start from the
+same weights: one learns from rewards that were shuffled, one goes on with demonstrations for as
+much compute. All are scored on the same held-out tasks with the same seeds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+
+from c2.config import ConfigError
+from c2.data import tokenizer as tokenizers
+from c2.models import ModelConfig, Params
+from c2.rl.journal import Journal
+from experiments import demonstrations, reinforcement
+from experiments.demonstrations import DemonstrationsConfig
+from experiments.fine_tuning import FineTuningConfig, fine_tune
+from experiments.reinforcement import RLConfig, Scores
+from experiments.study import Run
+
+Control = Literal["shuffled", "fine_tuning"]
+START, TRAINED = "start", "reinforcement"  # names of stages; controls are called as they are
+
+
+@dataclass(frozen=True, kw_only=True)
+class PostTrainingConfig:
+    """What follows pretraining.
+
+    Attributes:
+      demonstrations: what is shown.
+      fine_tuning: how it is learned.
+      reinforcement: how rewards are learned from, and what is evaluated.
+      controls: what it is compared with.
+      control_rate: peak learning rate of the control that goes on with demonstrations.
+    """
+
+    demonstrations: DemonstrationsConfig = field(default_factory=DemonstrationsConfig)
+    fine_tuning: FineTuningConfig
+    reinforcement: RLConfig
+    controls: tuple[Control, ...] = ("shuffled", "fine_tuning")
+    control_rate: float = 1e-3
+
+    def __post_init__(self) -> None:
+        if self.control_rate <= 0:
+            raise ConfigError(f"control_rate: {self.control_rate}; legal: above 0")
+        longest, budgets = self.fine_tuning.phase.context, self.reinforcement.environments.harness
+        if longest < budgets.context:
+            raise ConfigError(
+                f"fine_tuning.phase.context: {longest}; legal: at least the context of a "
+                f"conversation, reinforcement.environments.harness.context = {budgets.context}"
+            )
+
+
+def post_train(
+    config: PostTrainingConfig,
+    model: ModelConfig,
+    params: Params,
+    tokenizer: Path,
+    folder: Path,
+    run: Run,
+) -> dict[str, Scores]:
+    """Runs all stages, or those that are left.
+
+    Args:
+      config: what to do.
+      model: model configuration; prediction modules are left alone.
+      params: to begin with.
+      tokenizer: the policy's `tokenizer.json`.
+      folder: for everything, a folder in it for each stage.
+      run: where services are started and progress is told.
+
+    Returns:
+      Scores by stage: `START`, `TRAINED` and the controls.
+    """
+    words, rl = tokenizers.load(tokenizer), config.reinforcement
+    shown = demonstrations.cached_store(
+        config.demonstrations, words, rl.environments, folder / "demonstrations.npz"
+    )
+    tuning = config.fine_tuning
+    say(run.console, f"Fine-tuning on {config.demonstrations.count:,} demonstrations")
+    start = fine_tune(tuning, model, params, shown, folder / "fine_tuning", run)
+
+    def reinforce(config: RLConfig, name: str) -> dict[int, Scores]:
+        return reinforcement.train(config, model, start, tokenizer, folder / name, run)
+
+    def score(tensors: Mapping[str, Any], name: str) -> Scores:
+        return reinforcement.evaluate(rl, model, tensors, tokenizer, folder / name, run)
+
+    say(run.console, "Reinforcement learning")
+    found = reinforce(rl, TRAINED)
+    scores = {START: found[0], TRAINED: found[rl.controller.schedule.steps]}
+    if "shuffled" in config.controls:
+        say(run.console, "The same with shuffled rewards")
+        without = replace(rl.controller, eval_every=0)
+        reinforce(replace(rl, rewards="shuffled", controller=without), "shuffled")
+        scores["shuffled"] = score(reinforcement.published(model, folder / "shuffled"), "shuffled")
+    if "fine_tuning" in config.controls:
+        more = longer(config, equivalent_tokens(folder / TRAINED / "journal"))
+        say(run.console, "More demonstrations instead, for the same compute")
+        tuned = fine_tune(more, model, start, shown, folder / "more_fine_tuning", run)
+        served = reinforcement.serving_form(model, tuned)
+        scores["fine_tuning"] = score(served, "more_fine_tuning")
+    return scores
+
+
+def longer(config: PostTrainingConfig, tokens: float) -> FineTuningConfig:
+    """Fine-tuning of this many tokens, from the start of reinforcement learning on."""
+    tuning = config.fine_tuning
+    phase = tuning.phase
+    steps = max(2, round(tokens / (phase.batch * phase.context)))
+    rate = replace(phase.learning_rate, peak=config.control_rate, warmup_steps=min(10, steps // 2))
+    return replace(
+        tuning,
+        phase=replace(phase, name="more", steps=steps, learning_rate=rate),
+        seed=tuning.seed + 1,
+    )
+
+
+def equivalent_tokens(journal: Path) -> float:
+    """Tokens of fine-tuning that cost as many operations as a run of reinforcement learning.
+
+    A forward pass takes a third of a training step's operations: once for every token when it is
+    sampled or read, and a whole step for those of groups whose rewards differ.
+    """
+    total = 0.0
+    with Journal(journal) as seen:
+        for batch in seen.batches:
+            for index in batch:
+                rollouts = seen.rollouts(index).values()
+                tokens = sum(len(link.tokens) for r in rollouts for link in r.generations)
+                learned = len({r.reward for r in rollouts if not r.failed}) > 1
+                total += tokens * (1 / 3 + learned)
+    return total
+
+
+def say(console: Console, text: str) -> None:
+    """Tells which stage begins."""
+    console.rule(text, align="left", style="dim")

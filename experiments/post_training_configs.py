@@ -1,0 +1,133 @@
+"""Sizes of post-training that studies share: how long each stage lasts, and what agents may do."""
+
+from dataclasses import replace
+
+from c2.agent.harness import HarnessConfig
+from c2.losses.config import PolicyGradientConfig
+from c2.rl.controller import ControllerConfig
+from c2.rl.environments import EnvironmentConfig
+from c2.rl.schedule import ScheduleConfig as Schedule
+from c2.rl.training import TrainingConfig
+from c2.rollout.config import EngineConfig
+from c2.training.loop import LoopConfig
+from c2.training.optimizer import OptimizerConfig, ScheduleConfig
+from c2.training.pretrain import PhaseConfig
+from experiments.demonstrations import DemonstrationsConfig
+from experiments.fine_tuning import FineTuningConfig
+from experiments.post_training import PostTrainingConfig
+from experiments.reinforcement import RLConfig, TasksConfig
+
+FAMILIES = ("constant", "operator")
+CONTEXT = 512  # tokens of a conversation
+
+
+def mini() -> PostTrainingConfig:
+    """Minutes on two CPU cores, for about two million parameters.
+
+    A digit that is wrong in code that says nothing about the right one can only be found by trying,
+    and the expert, which knows it, never shows a second attempt: that is for rewards to teach.
+    """
+    return PostTrainingConfig(
+        demonstrations=DemonstrationsConfig(count=3000, families=FAMILIES),
+        fine_tuning=FineTuningConfig(
+            phase=PhaseConfig(
+                name="demonstrations",
+                steps=300,
+                context=CONTEXT,
+                batch=8,
+                learning_rate=ScheduleConfig(peak=3e-3, warmup_steps=30, final=0.1),
+                data="fine_tuning",
+            ),
+            optimizer=OptimizerConfig(name="muon"),
+            bias_update_rate=3e-3,
+            loop=LoopConfig(log_every=10, checkpoint_every=100),
+        ),
+        reinforcement=RLConfig(
+            controller=ControllerConfig(
+                schedule=Schedule(steps=30, groups=8, group=8, slots=64, staleness=1), eval_every=30
+            ),
+            training=TrainingConfig(
+                objective=PolicyGradientConfig(tokens_per_rollout=64),
+                optimizer=OptimizerConfig(weight_decay=0.0),
+                learning_rate=ScheduleConfig(peak=1e-3, warmup_steps=2, decay="constant"),
+                context=CONTEXT,
+                rows=4,
+                checkpoint_every=5,
+            ),
+            engine=EngineConfig(
+                slots=64, capacity=CONTEXT, prefill_rows=8, prefill_chunk=64, steps=8,
+                prefix_entries=64,
+            ),
+            environments=EnvironmentConfig(
+                harness=HarnessConfig(
+                    max_turns=10, turn_tokens=40, total_tokens=400, context=CONTEXT,
+                    deadline_s=300.0,
+                ),
+                syntax="plain",
+            ),
+            tasks=TasksConfig(
+                families=FAMILIES, held_out=("combination", "template", "family"), held_out_tasks=16
+            ),
+            samples=8,
+            eval_slots=64,
+        ),
+    )  # fmt: skip
+
+
+def small() -> PostTrainingConfig:
+    """Hours: all families, longer stages, larger steps."""
+    config = mini()
+    rl = config.reinforcement
+    families = tuple(name for name in TasksConfig().families if name != "arguments")
+    return replace(
+        config,
+        demonstrations=DemonstrationsConfig(count=20_000, families=families),
+        fine_tuning=replace(
+            config.fine_tuning, phase=replace(config.fine_tuning.phase, steps=3000)
+        ),
+        reinforcement=replace(
+            rl,
+            controller=replace(
+                rl.controller,
+                schedule=replace(rl.controller.schedule, steps=300, groups=16),
+                eval_every=50,
+            ),
+            tasks=replace(rl.tasks, families=families, held_out_tasks=64),
+        ),
+    )
+
+
+def smoke() -> PostTrainingConfig:
+    """Every stage once; nothing is learned."""
+    config = mini()
+    rl = config.reinforcement
+    phase = replace(
+        config.fine_tuning.phase, steps=4, batch=2,
+        learning_rate=ScheduleConfig(peak=3e-3, final=0.1),
+    )  # fmt: skip
+    return replace(
+        config,
+        demonstrations=replace(config.demonstrations, count=60),
+        fine_tuning=replace(config.fine_tuning, phase=phase, loop=LoopConfig(log_every=2)),
+        reinforcement=replace(
+            rl,
+            controller=ControllerConfig(
+                schedule=Schedule(steps=2, groups=2, group=3, slots=6, staleness=1), eval_every=2
+            ),
+            training=replace(
+                rl.training,
+                rows=2,
+                inspect_every=1,
+                learning_rate=replace(rl.training.learning_rate, warmup_steps=0),
+            ),
+            engine=replace(rl.engine, slots=8, prefill_rows=4, prefix_entries=0),
+            environments=replace(
+                rl.environments,
+                harness=replace(rl.environments.harness, max_turns=3, turn_tokens=24),
+                ready=2,
+            ),
+            tasks=replace(rl.tasks, held_out=("combination", "family"), held_out_tasks=1),
+            samples=2,
+            eval_slots=4,
+        ),
+    )

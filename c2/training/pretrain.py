@@ -21,10 +21,9 @@ from c2 import models
 from c2.config import ConfigError, located
 from c2.data.packing import pack
 from c2.data.pipeline import batches
-from c2.data.prepare import Prepared
+from c2.data.store import TokenStore
 from c2.losses.cross_entropy import token_log_probs
 from c2.models import ModelConfig, YarnConfig, mtp, speculative
-from c2.models.layers import project
 from c2.parallel import mesh as meshes
 from c2.parallel.mesh import DATA_PARALLEL, MeshConfig
 from c2.training import optimizer as optimizers
@@ -34,6 +33,9 @@ from c2.training.optimizer import OptimizerConfig, ScheduleConfig, schedule
 from c2.training.sharding import place_batch
 from c2.training.state import TrainState
 from c2.training.step import make_train_step
+
+Data = Callable[[str], tuple[TokenStore, Sequence[float] | None]]
+"""Documents by the `data` of a phase, with the weights of their sources."""
 
 KERNELS = {"cpu": ["xla"], "tpu": ["xla", "tpu"], "gpu": ["xla", "hopper", "blackwell"]}
 
@@ -122,7 +124,7 @@ def choose_mesh(phases: Sequence[PhaseConfig], layout: MeshConfig = DATA_PARALLE
 def make_phases(
     phases: Sequence[PhaseConfig],
     cfg: ModelConfig,
-    data: Prepared,
+    data: Data,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     *,
@@ -136,7 +138,7 @@ def make_phases(
     Args:
       phases: in order.
       cfg: the model before any phase changes its rotary scaling.
-      data: the prepared corpus.
+      data: what to train on.
       optimizer: from `make_optimizer`.
       mesh: the devices.
       seed: of the order of the data; every phase derives its own.
@@ -184,21 +186,17 @@ def _placed(step: StepFn, mesh: Mesh, layout: MeshConfig) -> StepFn:
     return lambda state, batch: step(state, place_batch(batch, mesh, layout))
 
 
-def _batch_factory(
-    phase: PhaseConfig, number: int, data: Prepared, seed: int, part: tuple[int, int]
-):
-    if phase.data == "code":
-        rows = pack(data.documents, phase.context)
-    else:
-        with located("data"):
-            examples = data.fine_tuning()
-        rows = pack(examples, phase.context, overlong="drop")
+def _batch_factory(phase: PhaseConfig, number: int, data: Data, seed: int, part: tuple[int, int]):
+    with located("data"):
+        documents, weights = data(phase.data)
+    overlong = "split" if phase.data == "code" else "drop"
+    rows = pack(documents, phase.context, overlong=overlong)
     with located(f"phases.{number}"):
         dataset = batches(
             rows,
             batch=phase.batch,
             seed=seed,
-            weights=data.weights,
+            weights=weights,
             shard=part[0],
             shards=part[1],
         )
@@ -264,6 +262,6 @@ def model_and_draft(
     )
 
     def probabilities(hidden):
-        return jax.nn.softmax(project(hidden, models.head(params)).astype(jnp.float32), axis=-1)
+        return jax.nn.softmax(models.logits(hidden, params), axis=-1)
 
     return probabilities(out.hidden[:, 1:]), probabilities(draft[:, :-1])

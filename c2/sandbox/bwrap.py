@@ -222,13 +222,14 @@ class Bwrap(Served):
         if error.reason != "exited" or handle.id not in self._sandboxes:
             return error
         try:
-            self._node.ask("close", sandbox=handle.id)  # it may run on without its server
+            # It may run on without its server. A reason that it has been ended for already stands.
+            self._node.ask("close", sandbox=handle.id, reason=error.reason)
             raw, _ = self._node.ask("status", sandbox=handle.id)
         except SandboxLost as lost:
             return lost
-        reason = "exited" if raw["reason"] == "closed" else raw["reason"]
         words = f"; its last words: {raw['words']}" if raw["words"] else ""
-        return SandboxLost(f"sandbox {handle.id} ended ({reason}): {error}{words}", reason)
+        text = f"sandbox {handle.id} ended ({raw['reason']}): {error}{words}"
+        return SandboxLost(text, raw["reason"])
 
 
 class _Sandbox:

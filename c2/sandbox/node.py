@@ -39,6 +39,7 @@ MAX_PACKET = 1 << 17
 HOST_ID = 61000  # user and group of sandboxes on a machine where this process is root
 FINISHED = 10_000  # sandboxes whose end is remembered
 TICK_S = 1.0
+REST_S = 0.05  # without anything to do, after which there is time to clear up
 END_S = 10.0
 
 
@@ -106,6 +107,7 @@ class Node:
         self._walls = self._walls_of(walls)
         self._store = Store(self._place / "layers", self._ids, roots.mount_points(self._root))
         self._gate: Keeper | None = None
+        self._egress: dict | None = None  # the config of gates
         self._boxes: dict[str, Box] = {}
         self._starting: dict[str, int] = {}  # sandbox -> the request that waits for it
         self._closing: dict[str, list[int]] = {}
@@ -168,8 +170,12 @@ class Node:
         self._open = False
 
     def _step(self, wait_s: float) -> None:
-        for key, _ in self._events.select(0.01 if self._groups else wait_s):
+        wait_s = min(wait_s, 0.01 if self._groups else REST_S if self._store.unused else wait_s)
+        events = self._events.select(wait_s)
+        for key, _ in events:
             key.data()
+        if not events and self._store.unused:
+            self._store.clear()
         self._groups = [box for box in self._groups if not box.free()]
 
     def _receive(self) -> None:
@@ -218,8 +224,8 @@ class Node:
         root = self._root if image is None else roots.of_image(self._root, folders.pop(0))
         box = Box(name, self._place / "boxes" / name, deadline_s, ttl_s)
         box.network = network or {}
-        files = self._gate.files if network else {}
         try:
+            files = self._gate_files() if network else {}
             box.begin(walls or self._walls, root, folders, self._trees, resources, self._ids, files)
         except BaseException:
             box.kill("backend")
@@ -269,10 +275,10 @@ class Node:
         for number in self._closing.pop(box.name, ()):
             self._reply(number)
 
-    def _close(self, number: int, sandbox: str) -> dict | None:
+    def _close(self, number: int, sandbox: str, reason: str = "closed") -> dict | None:
         if box := self._boxes.get(sandbox):
             self._closing.setdefault(sandbox, []).append(number)
-            box.kill("closed")
+            box.kill(reason)
             return None
         return {}
 
@@ -286,7 +292,18 @@ class Node:
             box.renewed = time.monotonic()
         return {}
 
+    def _gate_files(self) -> dict[str, str]:
+        """What a sandbox needs to get through the gate; makes a new one in place of one that died.
+
+        Sandboxes that went through that stay without network: they trust its certificates alone.
+        """
+        if self._gate.lost:
+            self._start_gate(self._egress)
+            self._say({"warning": "another egress gate has been started, for sandboxes to come"})
+        return self._gate.files
+
     def _start_gate(self, config: dict) -> dict:
+        self._egress = config
         self._gate = Keeper(config, self._place.name, self._place, self._ids is not None)
         self._events.register(self._gate.news, selectors.EVENT_READ, self._hear_gate)
         return {}

@@ -1,5 +1,6 @@
 """Commands as ordinary processes of this user: for code that you trust, when debugging."""
 
+import contextlib
 import importlib.resources
 import os
 import shutil
@@ -9,10 +10,11 @@ import sys
 import tempfile
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from c2.sandbox.client import Client
+from c2.sandbox.jobs import end_all
 from c2.sandbox.protocol import (
     WORKDIR,
     Handle,
@@ -87,14 +89,8 @@ class Plain(Served):
     def close(self, handle: Handle) -> None:
         """As `protocol.Backend.close`."""
         if found := self._sandboxes.get(handle.id):
-            try:
-                for number in self.jobs(handle):
-                    self.kill(handle, number)
-                patience = time.monotonic() + END_S
-                while self.jobs(handle) and time.monotonic() < patience:
-                    time.sleep(0.01)
-            except SandboxError:
-                pass  # its server has ended
+            with contextlib.suppress(SandboxError):  # its server has ended
+                end_all(self, handle)
             del self._sandboxes[handle.id]
             found.client.close()
             found.process.wait(END_S)
@@ -134,7 +130,4 @@ class _Process:
     folder: Path
     process: subprocess.Popen
     client: Client
-    born: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.born = time.monotonic()
+    born: float = field(default_factory=time.monotonic)

@@ -150,7 +150,8 @@ def make_dev(folder: Path) -> Path:
 def _copy_server(folder: Path) -> None:
     target = folder / "toolserver"
     target.mkdir(parents=True)
-    for file in (importlib.resources.files("c2.sandbox") / "toolserver").iterdir():
+    here = importlib.resources.files("c2.sandbox")
+    for file in (*(here / "toolserver").iterdir(), here / "tasks" / "runner.py"):
         if file.name.endswith(".py"):
             copy = target / file.name
             copy.write_bytes(file.read_bytes())

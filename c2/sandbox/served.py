@@ -87,7 +87,7 @@ class Served:
 
     def read(self, handle: Handle, path: str, *, offset: int = 0, limit: int = MAX_READ) -> bytes:
         """As `protocol.Backend.read`."""
-        data = b""
+        data = bytearray()
         while len(data) < limit:
             part = min(MAX_DATA, limit - len(data))
             more = self._call(
@@ -97,7 +97,7 @@ class Served:
             data += more
             if len(more) < part:
                 break
-        return data
+        return bytes(data)
 
     def write(self, handle: Handle, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """As `protocol.Backend.write`."""

@@ -3,6 +3,7 @@
 import os
 import shutil
 import stat
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,10 +12,15 @@ from c2.sandbox.protocol import SandboxError
 
 MAX_BYTES = 4 << 30  # of one layer
 MAX_LAYERS = 32  # of one sandbox
+MAX_UNUSED = 8  # layers that wait to be deleted; more are not put off
 
 
 class Store:
-    """Layers by name, images among them, and which sandboxes use them."""
+    """Layers by name, images among them, and which sandboxes use them.
+
+    Attributes:
+      unused: folders of layers that are gone, for `clear` to delete when nobody waits for it.
+    """
 
     def __init__(
         self, place: Path, ids: tuple[int, int] | None, mount_points: Sequence[str]
@@ -25,6 +31,7 @@ class Store:
         self._folders: dict[str, Path] = {}
         self._users: dict[str, list[str]] = {}  # sandbox -> its layers
         self._dropped: set[str] = set()
+        self.unused: deque[Path] = deque()
 
     def add(self, source: str, at: str) -> dict:
         """Copies a folder into a new layer, where it appears at the absolute path `at`.
@@ -93,13 +100,19 @@ class Store:
             self._free()
         return {}
 
+    def clear(self) -> None:
+        """Deletes the files of the layer that is gone for longest."""
+        shutil.rmtree(self.unused.popleft(), ignore_errors=True)
+
     def _free(self) -> None:
         if not self._dropped:
             return
         used = {name for names in self._users.values() for name in names}
         for name in self._dropped - used:
-            shutil.rmtree(self._folders.pop(name), ignore_errors=True)
+            self.unused.append(self._folders.pop(name))
         self._dropped &= used
+        while len(self.unused) > MAX_UNUSED:
+            self.clear()
 
 
 def _check_folders(layer: Path, path: str) -> None:

@@ -1,4 +1,6 @@
 import fcntl
+import importlib.util
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -41,9 +43,20 @@ def new_bwrap(bwrap):
         yield backend
 
 
+@pytest.fixture(scope="session")
+def site(tmp_path_factory):
+    """The pytest that runs these tests, as a folder of packages."""
+    folder = tmp_path_factory.mktemp("site")
+    for name in ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments"):
+        source = Path(importlib.util.find_spec(name).origin).parent
+        shutil.copytree(source, folder / name)
+    shutil.copy2(importlib.util.find_spec("py").origin, folder)
+    return folder
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """One test at a time, over all xdist workers: leak tests look at the whole machine."""
+    """One test at a time, over all xdist workers: many say how long something may take."""
     if Path(__file__).parent not in item.path.parents:  # pytest asks for tests of all folders
         return (yield)
     with open(Path(tempfile.gettempdir()) / "c2-tests.lock", "w") as lock:

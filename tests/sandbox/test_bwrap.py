@@ -2,13 +2,16 @@
 
 import contextlib
 import os
+import signal
 import threading
 import time
 
 import pytest
 
 from c2.config import ConfigError
+from c2.sandbox import cgroups
 from c2.sandbox.bwrap import Bwrap
+from c2.sandbox.node import PREFIX
 from c2.sandbox.protocol import (
     CAPABILITIES,
     Chunk,
@@ -294,6 +297,23 @@ def test_closed(bwrap):
         with pytest.raises(SandboxLost) as lost:
             call()
         assert lost.value.reason == "closed"
+
+
+def test_a_server_that_is_silent_is_lost_and_status_says_the_same(bwrap, monkeypatch):
+    monkeypatch.setattr("c2.sandbox.served.GRACE_S", 0.1)
+    with sandbox(bwrap) as handle:
+        name = f"{PREFIX}*-{bwrap.pid}/{handle.id}/cgroup.procs"
+        (first,) = {
+            pid
+            for top in cgroups.find().folders()
+            for file in top.glob(name)
+            for pid in file.read_text().split()
+        }
+        os.kill(int(first), signal.SIGSTOP)
+        with pytest.raises(SandboxLost, match=r"ended \(exited\)") as lost:
+            bwrap.exec(handle, ["true"], timeout_s=0.1)
+        status = bwrap.status(handle)
+        assert (lost.value.reason, status.reason, status.alive) == ("exited", "exited", False)
 
 
 def test_bad_requests(bwrap, box):

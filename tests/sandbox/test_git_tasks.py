@@ -145,13 +145,19 @@ def test_an_agents_repository_holds_its_own_start_and_nothing_else(bwrap, reposi
             result = bwrap.exec(handle, ["git", *words])
             return result.code, result.stdout.decode().strip()
 
+        listed = ask("rev-list", "--all", "--objects", "--reflog", "--no-object-names")[1]
+        there = ask("cat-file", "--batch-all-objects", "--batch-check=%(objectname)")[1]
+        assert sorted(listed.split()) == sorted(there.split())  # packs and alternates included
         assert ask("rev-list", "--all", "--reflog", "--count") == (0, "1")
         assert ask("status", "--porcelain") == (0, "")
         assert ask("fsck", "--lost-found", "--unreachable") == (0, "")
         assert ask("remote")[1] == ask("tag")[1] == ask("stash", "list")[1] == ""
         assert all(ask("cat-file", "-e", name)[0] for name in future)
-        grep = ["grep", "-rIl", SECRET, "/repo", "/tmp", "/home"]
+        # In no file of the whole root that is not of the machine's programs.
+        grep = ["find", "/", "-xdev", "-type", "f", "-exec", "grep", "-lF", SECRET, "{}", "+"]
         assert not bwrap.exec(handle, grep).stdout
+        bwrap.write(handle, "/var/tmp/copy", f"# {SECRET}".encode())
+        assert bwrap.exec(handle, grep).stdout == b"/var/tmp/copy\n"
         files = ask("ls-tree", "-r", "--name-only", "HEAD")[1].splitlines()
         assert sorted(files) == sorted(made.files)
     finally:

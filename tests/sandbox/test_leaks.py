@@ -1,4 +1,7 @@
-"""Whatever ends, and however, nothing stays behind."""
+"""Whatever ends, and however, nothing stays behind of the nodes that a test has started.
+
+Others may run on the machine meanwhile; the name of whatever a node makes ends with its process id.
+"""
 
 import os
 import random
@@ -41,13 +44,13 @@ def fds(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
-def groups() -> set[Path]:
-    """Control groups of sandboxes, those that the node itself has for all of them included."""
-    return {p for top in cgroups.find().folders() for p in top.glob(PREFIX + "*/**/") if p != top}
+def groups(node: int) -> set[Path]:
+    """Control groups of its sandboxes, that which the node has for all of them included."""
+    return {path for top in cgroups.find().folders() for path in top.glob(f"{PREFIX}*-{node}/**/")}
 
 
-def folders() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob(PREFIX + "*"))
+def folders(node: int) -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob(f"{PREFIX}*-{node}"))
 
 
 def inside(backend, handle) -> list[int]:
@@ -62,8 +65,8 @@ def traces(pid: int) -> dict[str, object]:
     return {
         "processes": len(below(pid)),
         "mounts": len(Path(f"/proc/{pid}/mountinfo").read_text().splitlines()),
-        "groups": groups(),
-        "folders": folders(),
+        "groups": groups(pid),
+        "folders": folders(pid),
         "boxes": sorted(Path(f"/proc/{pid}/root/tmp").glob(PREFIX + "*/boxes/*")),
         "fds": fds(pid),
         "own fds": fds(os.getpid()),
@@ -143,19 +146,17 @@ def owner(backend, victim: str, after: str = "") -> tuple[subprocess.Popen, int]
 
 
 def test_killed_owner_leaves_nothing(bwrap):
-    before = groups(), folders()
     process, node = owner(bwrap, "os.getpid()")
     there = below(node)
-    assert len(there) >= 45 + 5 * 6 and groups() > before[0] and folders() > before[1]
+    assert len(there) >= 45 + 5 * 6 and len(groups(node)) > 50 and folders(node)
     started = [(pid, linux.start_time(pid)) for pid in (node, *there)]
     process.communicate("")
     assert process.returncode == -signal.SIGKILL
     assert until(lambda: not any(when and linux.start_time(pid) == when for pid, when in started))
-    assert (groups(), folders()) == before
+    assert until(lambda: not groups(node) and not folders(node))
 
 
 def test_killed_node_leaves_nothing(bwrap):
-    before = groups(), folders()
     after = """
 try:
     while True: backend.create(Spec())
@@ -165,27 +166,32 @@ backend.shutdown()
 """
     process, node = owner(bwrap, "backend._node._process.pid", after)
     there = below(node)
+    assert len(groups(node)) > 50 and folders(node)
     started = [(pid, linux.start_time(pid)) for pid in (node, *there)]
     said, _ = process.communicate("")
     assert said.split() == ["SandboxLost", "backend"] and process.returncode == 0
     assert until(lambda: not any(when and linux.start_time(pid) == when for pid, when in started))
-    assert (groups(), folders()) == before
+    assert until(lambda: not groups(node) and not folders(node))
 
 
 def test_sweep_after_both_were_killed(bwrap):
     """Empty folders of a dead node go at the next start; those of a live one stay."""
-    alive = groups(), folders()
     dead = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     name = f"{PREFIX}{linux.start_time(dead.pid)}-{dead.pid}"
     trees = cgroups.find().below(name)
     cgroups.create(trees, "7", cgroups.Limits(1 << 26, 16, 1.0))
     Path(tempfile.gettempdir(), name).mkdir()
+    there = groups(dead.pid), folders(dead.pid)
+    alive = bwrap.pid
+    running = groups(alive), folders(alive)
+    assert all(there) and all(running)
     sweep()
-    assert groups() > alive[0] and folders() > alive[1]
+    assert (groups(dead.pid), folders(dead.pid)) == there
     dead.kill()
     dead.wait()
     sweep()
-    assert (groups(), folders()) == alive
+    assert not groups(dead.pid) and not folders(dead.pid)
+    assert (groups(alive), folders(alive)) == running
 
 
 def test_processes_are_nobody_outside(bwrap):

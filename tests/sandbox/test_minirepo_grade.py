@@ -209,6 +209,8 @@ ELSEWHERE = {
     "setup.cfg": "[tool:pytest]\naddopts = -p evil\n",
     "tox.ini": "[pytest]\npython_files = none\n",
     "pyproject.toml": "[tool.pytest.ini_options]\naddopts = '-k nothing'\n",
+    "Makefile": "test:\n\ttrue\n",
+    "package.json": '{"scripts": {"test": "true"}}',
     "json.py": "raise SystemExit(0)\n",
     "math.py": "floor = lambda x: 0\n",
     "../outside.py": "",

@@ -50,7 +50,7 @@ class Keeper:
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             )  # fmt: skip
         given = {
-            "config": config, "node": node, "folder": str(place / "gate"),
+            "config": config, "node": node, "folder": str(place / f"gate-{self._process.pid}"),
             "user": USER if root else None,
         }  # fmt: skip
         self._socket.settimeout(START_S)
@@ -75,6 +75,8 @@ class Keeper:
 
     def change(self, name: str, process: int, policy: dict, number: int) -> None:
         """Changes a policy; `hear` will give the number once it is in force."""
+        if name not in self._ports:
+            raise SandboxError("its egress gate has ended; it has no network any more")
         ports = from_dict(Policy, policy, where="policy").ports()
         new = [port for port in ports if port not in self._ports[name]]
         sockets = namespace.open_listeners(process, new)

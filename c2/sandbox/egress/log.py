@@ -24,7 +24,9 @@ class Log:
 
     def __init__(self, path: str, node: str) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # A pipe that nobody reads is an error and not to be waited for.
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+        self._fd = os.open(path, flags, 0o600)
         self.node = node
 
     def write(self, event: str, **fields: Any) -> None:

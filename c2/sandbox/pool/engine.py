@@ -159,7 +159,7 @@ class Engine:
         with self.turn:
             self._count += 1
             name = f"node-{self._count}"
-        member = Member(name, self.config.backend, self.ended)
+        member = Member(name, self.config, self.ended)
         with self.turn:
             self.members[name] = member
             if not member.dead:
@@ -197,7 +197,9 @@ class Engine:
             return self.gone(handle.id)
         error = place.member.backend._lost(place.inner, error)
         inner = None if error.reason == "backend" else place.inner.id
-        self.ended(place.member, inner, error.reason)
+        with self.turn:
+            if handle.id in self.places:  # its node may have told before
+                self.ended(place.member, inner, error.reason)
         return SandboxLost(f"sandbox {handle.id} of the pool: {error}", error.reason)
 
     def _lease(self, spec: Spec, owner: str, key: str | None) -> Lease:
@@ -249,7 +251,10 @@ class Engine:
         try:
             layers = tuple(self.layers.inner(member, name) for name in spec.layers)
             image = spec.image and self.layers.inner(member, spec.image)
-            made_of = dataclasses.replace(_to_node(spec), layers=layers, image=image)
+            made_of = dataclasses.replace(
+                _to_node(spec), layers=layers, image=image,
+                labels={**spec.labels, POOL: lease.sandbox},  # its name in the log of the gate
+            )  # fmt: skip
             inner = member.backend.create(made_of)
             prepared = _prepare(member, inner, command)
         except SandboxLost as error:

@@ -4,10 +4,10 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from c2.sandbox.bwrap import Bwrap
 from c2.sandbox.gvisor import GVisor
+from c2.sandbox.pool.config import PoolConfig
 from c2.sandbox.pool.core import Lease
 from c2.sandbox.protocol import Handle, SandboxError, SandboxLost, Spec
 from c2.sandbox.zygote import Zygote
@@ -29,14 +29,17 @@ class Member:
     def __init__(
         self,
         name: str,
-        backend: Literal["bwrap", "zygote", "gvisor"],
+        config: PoolConfig,
         ended: Callable[["Member", str | None, str], None],
     ) -> None:
         self.name = name
         self.dead = False
         self.leases: dict[str, Lease] = {}
         self.early: dict[str, str] = {}
-        self.backend = BACKENDS[backend](lambda sandbox, reason: ended(self, sandbox, reason))
+        gate = {} if config.egress is None else {"egress": config.egress}
+        self.backend = BACKENDS[config.backend](
+            lambda sandbox, reason: ended(self, sandbox, reason), **gate
+        )
 
 
 @dataclass

@@ -1,15 +1,20 @@
 """The calls of a pool."""
 
 import dataclasses
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from c2.sandbox.client import Client
+from c2.sandbox.egress.policy import Policy
+from c2.sandbox.layers import copy_tree
 from c2.sandbox.pool.config import PoolConfig
 from c2.sandbox.pool.engine import POOL, Engine, kind_of
 from c2.sandbox.pool.keeper import Keeper
 from c2.sandbox.pool.ledger import Ledger
-from c2.sandbox.protocol import WORKDIR, Handle, SandboxLost, Spec, Status
+from c2.sandbox.protocol import WORKDIR, Handle, Network, SandboxLost, Spec, Status, require
 from c2.sandbox.served import Served
+from c2.sandbox.store import MAX_BYTES
 
 OWNER = "owner"  # of what is created without naming one
 
@@ -19,6 +24,7 @@ class Pool(Served):
 
     A lease lasts as long as its owner renews it, a sandbox that is not renewed is ended. When
     neither the owner nor the code inside is to blame for an end, `SandboxLost.reason` is "backend".
+    Memory snapshots belong to one node and are not passed on: `protocol.require` refuses them.
 
     Attributes:
       ledger: what has become of all sandboxes of the log.
@@ -28,6 +34,8 @@ class Pool(Served):
     capabilities = frozenset({"jobs", "layers", "fork"})
 
     def __init__(self, config: PoolConfig) -> None:
+        if config.egress is not None:
+            self.capabilities = self.capabilities | {"network_policy"}
         self._engine = Engine(config)
         self.ledger: Ledger = self._engine.log.ledger
         self._keeper = Keeper(self._engine)
@@ -56,7 +64,10 @@ class Pool(Served):
 
         Raises:
           SandboxError: if there is no room in time, or it does not come up.
+          Unsupported: for network, of a pool without a gate.
         """
+        if isinstance(spec.network, Policy):
+            require(self, "network_policy")
         return self._engine.create(spec, owner, key)
 
     def keep_ready(self, spec: Spec, count: int, *, command: Sequence[str] = ()) -> None:
@@ -109,9 +120,36 @@ class Pool(Served):
             raise self._engine.lost(handle, error) from error
         return self._engine.layers.add(place.member, inner, None, "/")
 
+    def save(self, handle: Handle, folder: Path) -> None:
+        """Copies all that a sandbox has changed into an empty folder, which outlives the pool.
+
+        `add_layer(folder, at="/")` makes a layer of it again, to go on top of those of the sandbox.
+
+        Raises:
+          CopyError: if that is too deep or too large.
+          OSError: if the folder cannot take it.
+        """
+        place = self._engine.at(handle)
+        backend = place.member.backend
+        try:
+            layer = backend.snapshot(place.inner)
+            given = os.open(backend.layer_folder(layer), os.O_RDONLY | os.O_DIRECTORY)
+            taken = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                copy_tree(given, taken, None, MAX_BYTES)
+            finally:
+                os.close(given)
+                os.close(taken)
+                backend.drop_layer(layer)
+        except SandboxLost as error:
+            raise self._engine.lost(handle, error) from error
+
     def add_layer(self, source: str, *, at: str = WORKDIR) -> str:
         """As `protocol.SupportsLayers.add_layer`; the source must stay, for nodes to come."""
-        alive = self._engine.alive()
+        engine = self._engine
+        with engine.turn:  # a node that has died is being replaced
+            engine.turn.wait_for(lambda: engine.alive() or not engine.open, engine.config.wait_s)
+        alive = engine.alive()
         if not alive:
             raise SandboxLost("all nodes of the pool are dead", "backend")
         inner = alive[0].backend.add_layer(source, at=at)
@@ -120,6 +158,18 @@ class Pool(Served):
     def drop_layer(self, name: str) -> None:
         """As `protocol.SupportsLayers.drop_layer`."""
         self._engine.layers.drop(name)
+
+    def set_network_policy(self, handle: Handle, policy: Network) -> None:
+        """As `protocol.SupportsNetworkPolicy.set_network_policy`; forks have the new one, too."""
+        require(self, "network_policy")
+        place = self._engine.at(handle)
+        try:
+            place.member.backend.set_network_policy(place.inner, policy)
+        except SandboxLost as error:
+            raise self._engine.lost(handle, error) from error
+        allowed = policy if isinstance(policy, Policy) else Policy()
+        with self._engine.turn:
+            place.spec = dataclasses.replace(place.spec, network=allowed)
 
     def status(self, handle: Handle) -> Status:
         """As `protocol.Backend.status`."""

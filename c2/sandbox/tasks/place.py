@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from c2.sandbox.jobs import end_all
 from c2.sandbox.protocol import WORKDIR, Backend, Handle, SupportsJobs
 from c2.sandbox.tasks.task import is_plain_path
 
@@ -18,12 +19,11 @@ def put(backend: Backend, handle: Handle, files: Mapping[str, str]) -> None:
 def take(backend: Backend, handle: Handle) -> dict[str, str]:
     """The files of the working directory, path -> text, once all of the agent's jobs are dead.
 
-    What is no regular file, larger than `MAX_FILE`, or named as no file of a task can be is left
-    out, and so is all that follows `MAX_FILES` others.
+    Nothing can change them while they are read. What is no regular file, larger than `MAX_FILE`, or
+    named as no file of a task can be is left out, and so is all that follows `MAX_FILES` others.
     """
     if isinstance(backend, SupportsJobs):
-        for job in backend.jobs(handle):
-            backend.kill(handle, job)
+        end_all(backend, handle)
     found: dict[str, str] = {}
     folders = [""]
     while folders:

@@ -309,3 +309,6 @@ def decode(value):
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # to take an interpreter apart costs more than all of the above

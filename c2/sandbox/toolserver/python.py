@@ -8,6 +8,8 @@ import sys
 
 ISOLATED = ("-I", "-S", "-B", "-c")  # as this interpreter itself was started
 
+_compiled = {}  # source -> code; filled before there are sandboxes, so nothing in it comes from one
+
 
 class Interpreter:
     """This interpreter as commands know it.
@@ -39,9 +41,17 @@ class Interpreter:
         main = vars(sys.modules["__main__"])
         main.clear()
         main.update(__name__="__main__", __builtins__=builtins)
+        text = os.fsencode(source)
+        if source in _compiled:
+            main["__code__"], text = _compiled[source], b"exec(globals().pop('__code__'))"
         # What an interpreter does itself with its option -c.
-        failed = ctypes.pythonapi.PyRun_SimpleString(os.fsencode(source))
+        failed = ctypes.pythonapi.PyRun_SimpleString(text)
         ctypes.pythonapi.Py_Exit(int(failed != 0))
+
+
+def compile_early(source):
+    """Forks of this process need not compile this source when it is all that they run."""
+    _compiled[source] = compile(source, "<string>", "exec")
 
 
 def move(old, new):

@@ -54,6 +54,7 @@ def prepare(outside, inside, host):
     socket.sethostname(host)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         fcntl.ioctl(sock, SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", IFF_UP))
+    _bound_rights()
 
 
 def enter(request, groups, rules):
@@ -106,7 +107,8 @@ def _take_files(request):
             os.makedirs(new + path)
             os.chmod(new + path, mode)
     for here, inside in request["binds"]:
-        os.makedirs(new + inside, exist_ok=True)
+        if not os.path.isdir(new + inside):
+            os.makedirs(new + inside)
         _mount(here, new + inside, None, MS_BIND | MS_REC)
     proc = new + "/proc"
     _mount("proc", proc, "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
@@ -127,13 +129,17 @@ def _take_files(request):
     os.chdir("/")
 
 
-def _give_up_rights(rules):
-    prctl(PR_SET_NO_NEW_PRIVS, 1)
-    prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
+def _bound_rights():
+    """No program gets a right any more; those of this process stay for now."""
     number = 0
     while libc.prctl(PR_CAPBSET_READ, ctypes.c_ulong(number), 0, 0, 0) >= 0:  # there is such a one
         prctl(PR_CAPBSET_DROP, number)
         number += 1
+
+
+def _give_up_rights(rules):
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
     call("capset", header, (ctypes.c_uint32 * 6)())  # effective, permitted, inheritable: none
     instructions = ctypes.create_string_buffer(rules, len(rules))

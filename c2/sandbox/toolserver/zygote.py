@@ -20,6 +20,7 @@ from . import files, job, processes, python, server, walls
 CLONE_NEW = 0x10000000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}
 MAX_PACKET = 1 << 17
+RUNNER = "runner.py"  # what sandboxes run most; copied here from `c2.sandbox.tasks`
 LOADED = (files, job, processes, warnings)  # what is imported later on; inside it is not found
 
 
@@ -46,6 +47,8 @@ def main(fd, rules, outside, inside, host, prefix):
     control = socket.socket(fileno=fd)
     with open(rules, "rb") as file:
         program = file.read()
+    with open(os.path.join(os.path.dirname(__file__), RUNNER), encoding="utf-8") as file:
+        python.compile_early(file.read())
     path = python.move(sys.base_prefix, prefix)[1:]  # without the tool server's
     gc.collect()
     gc.freeze()  # the collector would write to every page

@@ -62,16 +62,22 @@ def test_default_backend_and_the_death_of_its_gate(settings, tmp_path, other, ga
             assert "curl: (7)" in gated.curl(box, f"--connect-to :: --resolve {connect}")
         assert "Could not resolve host" in gated.curl(box, "")
         assert len(gated.https.seen) == 1
-        why = r"the egress gate has ended \(signal 9\)"
-        with pytest.raises(SandboxError, match=why):
-            gated.box(gated.rule())
-        with pytest.raises(SandboxError, match=why):
+        with pytest.raises(SandboxError, match=r"the egress gate has ended \(signal 9\)"):
             backend.set_network_policy(box, Policy())
+        assert backend.exec(backend.create(Spec()), ["true"]).ok
         assert caplog.messages == [
             "the egress gate has ended (signal 9); sandboxes reach nothing any more"
         ]
+
+        other_box = gated.box(gated.rule())  # gets another gate
+        assert gated.curl(other_box, "") == "ok" and len(gated.https.seen) == 2
+        assert "another egress gate has been started" in caplog.messages[1]
+        for options in ("", "-k"):
+            assert "Could not resolve host" in gated.curl(box, options)
+        with pytest.raises(SandboxError, match="its egress gate has ended; it has no network"):
+            backend.set_network_policy(box, Policy())
         backend.close(box)
-        assert backend.exec(backend.create(Spec()), ["true"]).ok
+        assert gated.curl(other_box, "") == "ok"
 
 
 def test_a_log_that_takes_nothing_more_ends_the_network(
@@ -86,8 +92,9 @@ def test_a_log_that_takes_nothing_more_ends_the_network(
         assert gated.curl(box, "") == "ok"
         os.close(reader)
         assert gated.curl(box, "") != "ok" and len(gated.https.seen) == 1
-        with pytest.raises(SandboxError, match="the log cannot be written: Broken pipe"):
+        with pytest.raises(SandboxError, match=r"the gate cannot start: .*No such device"):
             gated.box(gated.rule())
+        assert gated.curl(box, "") != "ok" and len(gated.https.seen) == 1
     assert "the log cannot be written: Broken pipe" in caplog.text
 
 

@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 
 from c2.config import ConfigError
 from c2.sandbox.protocol import Spec, ToolError
+from c2.sandbox.tasks import minirepo
+from c2.sandbox.tasks.minirepo import policies
+from c2.sandbox.tasks.tools import MemoryRepo, play
 from c2.sandbox.tools import calls, schema
 from c2.sandbox.tools.environment import sandbox_tools
 from c2.sandbox.tools.files import MemoryFiles, file_tools
@@ -176,6 +179,30 @@ def test_both_readings_agree_on_valid_calls_and_never_raise_another_error(argume
         assert schema.read(arguments, given_, "lenient") == (strict, [])
     with contextlib.suppress(ToolError):
         schema.read(arguments, given_, "lenient")
+
+
+@pytest.mark.parametrize("family", minirepo.FAMILIES)
+def test_a_recorded_session_gets_the_same_answers_in_training_and_in_use(family):
+    """To the byte, edits that fail and files that are not there included."""
+    task = minirepo.generate(5, family, 2)
+    expert = policies.expert(task, test_before=True)
+    first = play(expert, MemoryRepo(task.files, _count), max_calls=30)
+    wrong = [Call("read_file", {"path": "nowhere"}), Call("nothing"),
+             Call("edit_file", {"path": "a", "old": "", "new": ""})]  # fmt: skip
+    recorded = [*wrong, *(call for call, _ in first)]
+    trained, used = (
+        MemoryRepo(task.files, _count, ToolsConfig(reading=reading))
+        for reading in ("strict", "lenient")
+    )
+    assert [trained(call).encode() for call in recorded] == [
+        used(call).encode() for call in recorded
+    ]
+    assert trained.files == used.files == minirepo.solve(task)
+    assert trained.tools.prompts() == used.tools.prompts()
+
+
+def _count(files):
+    return f"{len(files)} files"
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,10 @@ import numpy as np
 from c2 import models
 from c2.config import ConfigError
 from c2.models import ModelConfig, Params
+from c2.models.compiling import ROUND_AS_WRITTEN
 from c2.rollout import layers, programs, speculation
 from c2.rollout.config import EngineConfig
 from c2.rollout.programs import Chunk, Emitted, Slots
-
-# Else XLA leaves out roundings to bf16 where fusion lets it, in every program other ones, and an
-# engine's numbers are further from the trainer's than they need be.
-_ROUND_AS_WRITTEN = {"xla_allow_excess_precision": False}
 
 
 class Device:
@@ -155,7 +152,7 @@ class Device:
             for f in (programs.keep, programs.take):
                 args = self._here(self._state, number, number)
                 built[f.__name__] = jax.jit(f, donate_argnums=0).lower(*args)
-        return {name: lowered.compile(_ROUND_AS_WRITTEN) for name, lowered in built.items()}
+        return {name: lowered.compile(ROUND_AS_WRITTEN) for name, lowered in built.items()}
 
     def _here(self, *args: Any) -> Any:
         """Shapes of arguments on this device."""

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from c2 import models
 from c2.config import ConfigError
 from c2.models.blocks import MoELayer
+from c2.models.compiling import ROUND_AS_WRITTEN
 from c2.parallel.expert import OVERLAP
 from c2.parallel.mesh import AXES, BATCH, DATA_PARALLEL, MeshConfig
 from c2.parallel.rules import sum_gradients
@@ -136,7 +137,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def compiler_options(mesh: Mesh) -> dict[str, Any]:
     """What XLA is told about programs on a mesh."""
     platform = mesh.devices.flat[0].platform
-    options = dict(OVERLAP.get(platform, {})) if mesh.size > 1 else {}
+    options = ROUND_AS_WRITTEN | (OVERLAP.get(platform, {}) if mesh.size > 1 else {})
     if platform == "cpu" and mesh.size > 1:
         # the devices of a mesh are the cores: threads inside operations would only compete
         options["xla_cpu_multi_thread_eigen"] = False

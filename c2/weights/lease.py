@@ -6,6 +6,9 @@ if it changes, so clocks of machines are never compared, and a writer that was k
 by the next one after ``seconds``. A writer that only slept finds the higher epoch before it
 commits. Should it look just before that appears, the commit still cannot fork the chain: versions
 are created under their number, and a number is created once.
+
+The object also says which number was committed last, so that none is given again even if its
+version is removed: to readers a version is its number.
 """
 
 import json
@@ -33,9 +36,10 @@ class Lease:
       epoch: grows from writer to writer; a fencing token.
     """
 
-    def __init__(self, store: Store, owner: str, seconds: float, epoch: int) -> None:
-        self.epoch = epoch
+    def __init__(self, store: Store, owner: str, seconds: float, epoch: int, reached: int) -> None:
+        self.epoch, self._reached = epoch, reached
         self._store, self._owner, self._seconds = store, owner, seconds
+        self._writing = threading.Lock()
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._live, name="writer lease", daemon=True)
 
@@ -54,11 +58,11 @@ class Lease:
         """
         if not seconds > 0:
             raise ConfigError(f"lease_seconds: {seconds}; legal: above 0")
-        epochs = store.names("writer")
-        if epochs:
-            _watch(store, f"writer/{epochs[-1]}", seconds)
-        lease = cls(store, owner, seconds, int(epochs[-1]) + 1 if epochs else 1)
-        name, content = lease._name, lease._content()
+        last = int(max(store.names("writer"), default=0))
+        if last:
+            _watch(store, _name(last), seconds)
+        lease = cls(store, owner, seconds, last + 1, reached(store, last) if last else 0)
+        name, content = _name(lease.epoch), lease._content()
         try:
             store.create(name, content)
         except FileExistsError:
@@ -77,8 +81,14 @@ class Lease:
     def check(self) -> None:
         """Raises HeldError if this is no longer the writer."""
         newest = max(self._store.names("writer"), default=None)
-        if f"writer/{newest}" != self._name or self._released.is_set():
-            raise HeldError(f"{self._name} no longer holds this chain; the newest is {newest}")
+        mine = _name(self.epoch)
+        if f"writer/{newest}" != mine or self._released.is_set():
+            raise HeldError(f"{mine} no longer holds this chain; the newest is {newest}")
+
+    def reach(self, version: int) -> None:
+        """Notes the number of a version, for all writers to come."""
+        self._reached = version
+        self._sign()
 
     def release(self) -> None:
         """Lets the next writer begin at once."""
@@ -86,22 +96,36 @@ class Lease:
             return
         self._released.set()
         self._thread.join()
-        self._store.write(self._name, self._content(released=True))
-
-    @property
-    def _name(self) -> str:
-        return f"writer/{self.epoch:08d}"
+        self._sign(released=True)
 
     def _content(self, released: bool = False) -> bytes:
-        sign = {"owner": self._owner, "released": released, "sign": secrets.token_hex(8)}
-        return json.dumps(sign).encode()
+        content = {
+            "owner": self._owner,
+            "released": released,
+            "reached": self._reached,
+            "sign": secrets.token_hex(8),
+        }
+        return json.dumps(content).encode()
+
+    def _sign(self, released: bool = False) -> None:
+        with self._writing:  # an older content never follows a newer one
+            self._store.write(_name(self.epoch), self._content(released))
 
     def _live(self) -> None:
         while not self._released.wait(self._seconds / _BEATS):
             try:
-                self._store.write(self._name, self._content())
+                self._sign()
             except OSError as error:  # it may be back before anyone takes over
-                _LOG.warning("no sign of life from %s: %s", self._name, error)
+                _LOG.warning("no sign of life from %s: %s", _name(self.epoch), error)
+
+
+def reached(store: Store, epoch: int) -> int:
+    """The highest number that a writer knows of, its own and those before; 0 for none."""
+    return json.loads(store.read(_name(epoch))).get("reached", 0)
+
+
+def _name(epoch: int) -> str:
+    return f"writer/{epoch:08d}"
 
 
 def _watch(store: Store, name: str, seconds: float) -> None:

@@ -63,7 +63,7 @@ class Manifest:
     """One version.
 
     Attributes:
-      version: its number in the chain, one more than the version before.
+      version: its number in the chain, one more than that of the version before.
       step: the trainer's name for it.
       epoch: of the writer's lease.
       base: the version that chunks are deltas of; None if all of them are full.

@@ -4,7 +4,8 @@ States of a publisher, and what a failure does::
 
     idle ---publish---> encoding -> uploaded -> committed -> announced -> (anchor, pruning) -> idle
                            |           |            |
-                           |           |            + announcing, anchor, pruning: a warning
+                           |           |            + announcing, noting the number, anchor,
+                           |           |              pruning: a warning
                            |           + the commit's answer is lost: the base is unknown, so the
                            |             next version is written in full
                            + nothing has happened: the next version is a delta against the same base
@@ -13,11 +14,15 @@ An error shows in the next `publish`, `wait` or `close`. Killed at any point, a 
 committed versions and objects that nothing refers to, which pruning removes. The next one begins
 with a full version.
 
+Nobody but a publisher removes or changes anything of a chain. Where that happens all the same, a
+reader that needs what is gone says so and waits for the next full version: the next multiple of
+``anchor_every``, or the first of another publisher. Numbers go on from the highest ever given.
+
 Objects of a chain::
 
     versions/V    manifest; creating it is the commit, and a number can be created once
-    anchors/V     manifest of the same version with all chunks in full; counts if V is committed
-                  with its chain hash
+    anchors/V     manifest of the same version with all chunks in full; counts for readers if V is
+                  committed with its chain hash, and for pruning if V has been reached
     blobs/V-...   chunks of a rank; no name is written twice
     parts/V-...   a rank's share of a manifest, for the leader
     writer/EPOCH  see `c2.weights.lease`
@@ -36,7 +41,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from c2.config import ConfigError
-from c2.weights import blob, manifest, ranks
+from c2.weights import blob, lease, manifest, ranks
 from c2.weights.blob import State
 from c2.weights.lease import HeldError, Lease
 from c2.weights.manifest import Manifest, MismatchError, Tensors
@@ -203,8 +208,7 @@ class Publisher:
         link, old = self._base or (None, None)
         if old is not None and _places(old) != _places(state):
             raise MismatchError("tensors or rows are not those of the version before")
-        newest = link.version if link else int(max(self._store.names("versions"), default=0))
-        version = newest + 1
+        version = 1 + (link.version if link else self._reached())
         tensors = self._write(version, state, old, forms)
         base = (link.version, link.chain) if link else None
         found = self._shared("versions", version, Share(step, base, tensors))
@@ -227,12 +231,19 @@ class Publisher:
         )
         self._announce(version)
         try:
+            if self._lease is not None:
+                self._lease.reach(version)
             if found.base is not None and version % self._config.anchor_every == 0:
                 self._anchor(found, self._write(version, state, None, forms))
-            self._prune()
+            self._prune(version)
         except (OSError, MismatchError) as error:
-            _LOG.warning("version %d is published, but its anchor is not: %s", version, error)
+            _LOG.warning("version %d is published, but not all behind it done: %s", version, error)
         return published
+
+    def _reached(self) -> int:
+        """The highest number so far, whether or not its version is there."""
+        there = int(max(self._store.names("versions"), default=0))
+        return max(there, lease.reached(self._store, self.epoch))
 
     def _write(self, version: int, state: State, base: State | None, forms: Forms) -> Tensors:
         """This rank's chunks in a blob of their own."""
@@ -284,9 +295,9 @@ class Publisher:
             name = f"anchors/{committed.version:08d}"
             self._store.write(name, manifest.dump_manifest(anchor))
 
-    def _prune(self) -> None:
+    def _prune(self, newest: int) -> None:
         """Deletes what is older than the oldest anchor to keep: manifests before their blobs."""
-        anchors = self._store.names("anchors")
+        anchors = [name for name in self._store.names("anchors") if int(name) <= newest]
         if self._lease is None or len(anchors) <= self._config.keep_anchors:
             return
         oldest = anchors[-self._config.keep_anchors]

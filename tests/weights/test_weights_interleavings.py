@@ -3,7 +3,7 @@
 import contextlib
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -157,5 +157,10 @@ def machine(toy, new_store):
 def test_random_interleavings(toy, new_store):
     run_state_machine_as_test(
         machine(toy, new_store),
-        settings=settings(max_examples=40, stateful_step_count=25, deadline=None),
+        settings=settings(
+            max_examples=40,
+            stateful_step_count=25,
+            deadline=None,
+            phases=[Phase.reuse, Phase.generate],  # to shrink 25 steps takes minutes
+        ),
     )

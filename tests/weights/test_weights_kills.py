@@ -1,4 +1,4 @@
-"""SIGKILL at every operation: see `kill_points`."""
+"""SIGKILL at every operation, and of readers of a share each: see `kill_points`."""
 
 import subprocess
 import sys
@@ -15,4 +15,5 @@ def test_a_kill_at_any_operation_leaves_published_versions(tmp_path):
         timeout=300,
     )
     assert run.returncode == 0, run.stderr
-    assert int(run.stdout) > 60
+    points, killed_readers = map(int, run.stdout.split())
+    assert points > 60 and killed_readers > 3

@@ -39,6 +39,13 @@ def publish(publisher, trainer, steps=1):
     return state
 
 
+def kill(publisher):
+    """Ends a publisher as SIGKILL would: the lease stays, without a sign of life."""
+    publisher._lease._released.set()
+    publisher._lease._thread.join()
+    publisher._thread.shutdown()
+
+
 cuts = st.lists(st.floats(0, 1), max_size=2).map(sorted)
 
 
@@ -124,6 +131,62 @@ def test_versions_before_the_oldest_anchor_go(store, toy, publisher):
     assert store.names("versions") == [f"{version:08d}" for version in range(6, 12)]
     assert {name[:8] for name in store.names("blobs")} == set(store.names("versions"))
     assert store.names("parts") == []
+
+
+@pytest.mark.parametrize("polled_between", [False, True])
+def test_after_versions_have_vanished_readers_get_the_next_ones(
+    store, toy, publisher, polled_between
+):
+    """Someone else has removed the two newest, and with them all but full copies of theirs."""
+    trainer, reader = toy.Trainer(), Subscriber(store, toy.wanted([], 0))
+    publish(publisher, trainer, 6)
+    publisher.close()
+    with Publisher(store, CONFIG, owner="second") as second:
+        publish(second, trainer)
+    assert store.names("versions") == ["00000006", "00000007"]
+    store.remove("versions/00000007")
+    if polled_between:
+        reader.poll()
+    store.remove("versions/00000006")
+    for owner in ("third", "fourth"):
+        with Publisher(store, CONFIG, owner=owner) as publisher:
+            state = publish(publisher, trainer)
+        assert reader.poll()
+        assert reader.current.step == trainer.step
+        assert toy.same(reader.current.tensors, state, [], 0)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_the_number_of_a_version_that_has_vanished_is_not_given_again(
+    store, toy, publisher, killed
+):
+    """Else a reader that has the first version of this number would take the second for it."""
+    trainer, reader = toy.Trainer(), Subscriber(store, toy.wanted([], 0))
+    publish(publisher, trainer, 2)
+    reader.poll()
+    if killed:
+        kill(publisher)
+    else:
+        publisher.close()
+    store.remove("versions/00000002")
+    with Publisher(store, CONFIG, owner="second") as second:
+        state = publish(second, trainer)
+    assert reader.poll()
+    assert toy.same(reader.current.tensors, state, [], 0)
+
+
+@pytest.mark.parametrize("folder", ["anchors", "versions"])
+def test_what_is_not_of_the_chain_takes_no_part_in_it(store, toy, publisher, folder):
+    """Copies under numbers that have not been reached."""
+    trainer, reader = toy.Trainer(), Subscriber(store, toy.wanted([], 0))
+    publish(publisher, trainer)
+    for number in (20, 21):
+        store.write(f"{folder}/{number:08d}", store.read(f"{folder}/00000001"))
+    publisher.close()
+    with Publisher(store, CONFIG, owner="second") as second:
+        state = publish(second, trainer)
+    assert reader.poll()
+    assert toy.same(reader.current.tensors, state, [], 0)
 
 
 def test_full_and_delta_of_one_version_hold_the_same_state(store, toy, publisher):

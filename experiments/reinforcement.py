@@ -234,7 +234,8 @@ def train(
             ),
             inference=partial(Inference, model, config.engine, store),
             environments=lambda inference: partial(
-                Environments, config.environments, make_tokenizer, inference, seed=config.seed
+                Environments, config.environments, make_tokenizer, inference, seed=config.seed,
+                folder=str(folder / "rollouts"),
             ),
             evaluation=partial(
                 Evaluation, evaluation, config.environments, make_tokenizer, model, config.engine,

@@ -70,11 +70,19 @@ class Policy(Protocol):
 
 
 class TokenAgent:
-    """A policy in one conversation; what it samples is kept token by token."""
+    """A policy in one conversation; what it samples is kept token by token.
 
-    def __init__(self, policy: Policy, chat: ChatFormat) -> None:
+    Args:
+      policy: who samples.
+      chat: the format of the conversation.
+      generations: what was sampled earlier, of a conversation that goes on.
+    """
+
+    def __init__(
+        self, policy: Policy, chat: ChatFormat, generations: Sequence[Generation] = ()
+    ) -> None:
         self._policy, self._chat = policy, chat
-        self._trace = Trace()
+        self._trace = Trace(generations)
 
     @property
     def generations(self) -> tuple[Generation, ...]:

@@ -13,7 +13,7 @@ grows has a prompt that grows.
 import functools
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -260,6 +260,17 @@ def system_text(instructions: str, tools: Toolset) -> str:
     """Instructions and the schemas of the tools, for policies that get them as text."""
     lines = [json.dumps(prompt, ensure_ascii=False) for prompt in tools.prompts()]
     return "\n".join([instructions, "", "Tools, called as NAME {ARGUMENTS}:", *lines]).strip()
+
+
+def message_from(record: Mapping[str, Any]) -> Message:
+    """The message whose `dataclasses.asdict` this is, also after a journey through JSON."""
+    requests = (
+        Request(**{**item, "call": item["call"] and Call(**item["call"])})
+        for item in record["requests"]
+    )
+    ids = record["ids"]
+    fields = {"requests": tuple(requests), "ids": None if ids is None else tuple(ids)}
+    return Message(**{**record, **fields})
 
 
 def as_event(message: Message) -> dict[str, Any]:

@@ -8,12 +8,14 @@ a rollout is to be run again or left out, never to be scored as 0.
 import asyncio
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from c2.agent.agents import Agent, AgentError, Turn
-from c2.agent.chat import SUMMARY_REQUEST, Counts, Message, Request, as_event
+from c2.agent.chat import SUMMARY_REQUEST, Counts, Message, Request, as_event, message_from
+from c2.agent.compaction import COMPACTION
 from c2.config import ConfigError
 from c2.sandbox.tools.toolset import ToolResult, Toolset, clip
 from c2.sandbox.toolserver.capture import MIN_CAP
@@ -39,6 +41,10 @@ class HarnessConfig:
       summary_at: tokens of a prompt from which on a summary takes the place of the turns so far;
         None means that a full context ends the conversation.
       summary_tokens: tokens of a summary, its thoughts included.
+      summary_by: what asks for it: "request", a few words behind the context, whose cache is used
+        again, so that training has to teach what a summary needs (report section 3); or "prompt",
+        the usual compaction: long instructions take the place of the system's words, and the whole
+        context is read anew.
       deadline_s: seconds in all.
     """
 
@@ -49,6 +55,7 @@ class HarnessConfig:
     context: int = 32768
     summary_at: int | None = None
     summary_tokens: int = 1024
+    summary_by: Literal["request", "prompt"] = "request"
     deadline_s: float = 3600.0
 
     def __post_init__(self) -> None:
@@ -69,8 +76,11 @@ class HarnessConfig:
     @property
     def reserve(self) -> int:
         """Tokens of a context that are kept free for asking for a summary and for its text."""
+        if self.summary_at is None:
+            return 0
         # Each byte is at most one token.
-        return 0 if self.summary_at is None else len(SUMMARY_REQUEST) + 8 + self.summary_tokens
+        asking = len(SUMMARY_REQUEST) + (len(COMPACTION) if self.summary_by == "prompt" else 0)
+        return asking + 8 + self.summary_tokens
 
 
 @dataclass(kw_only=True)
@@ -113,6 +123,36 @@ class Session:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A conversation before a turn, for another process to go on with.
+
+    What is random in a turn follows from the seed and the number of the turn, and parsing has no
+    state, so this is all there is. What the agent and the tools know is theirs to keep.
+
+    Attributes:
+      session: what has come of it so far.
+      context: what the agent is given next.
+      seconds: that it has taken.
+    """
+
+    session: Session
+    context: Sequence[Message]
+    seconds: float
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> "Saved":
+        """What `dataclasses.asdict` has taken apart, also after a journey through JSON."""
+        session = record["session"]
+        messages, written = session["messages"], session["written"]
+        parts = {"messages": list(map(message_from, messages)), "written": Counts(**written)}
+        return cls(
+            session=Session(**{**session, **parts}),
+            context=list(map(message_from, record["context"])),
+            seconds=record["seconds"],
+        )
+
+
 async def run(
     agent: Agent,
     tools: Toolset,
@@ -122,6 +162,8 @@ async def run(
     seed: int = 0,
     observe: Sequence[Observer] = (),
     state: Callable[[], str] = str,
+    save: Callable[[Saved], Awaitable[None]] | None = None,
+    saved: Saved | None = None,
 ) -> Session:
     """Plays a conversation to its end.
 
@@ -137,10 +179,13 @@ async def run(
       seed: of the agent's sampling; every turn has one of its own.
       observe: who is told what happens.
       state: what is told behind a summary besides it, such as a list of things to do.
+      save: is given the conversation after every turn with calls and every summary; the
+        conversation waits for it.
+      saved: where an earlier process was with the same agent, tools, messages, config and seed.
     """
-    play = _Play(agent, tools, list(messages), config, seed, observe, state)
+    play = _Play(agent, tools, messages, config, seed, observe, state, save, saved)
     try:
-        async with asyncio.timeout(config.deadline_s) as limit:
+        async with asyncio.timeout(config.deadline_s - play.seconds()) as limit:
             stop = await play.run()
     except TimeoutError:
         if not limit.expired():
@@ -157,18 +202,23 @@ async def run(
 class _Play:
     """The state of one conversation."""
 
-    def __init__(self, agent, tools, messages, config, seed, observe, state) -> None:
+    def __init__(self, agent, tools, messages, config, seed, observe, state, save, saved) -> None:
         self.agent: Agent = agent
         self.tools: Toolset = tools
         self.config: HarnessConfig = config
-        self.session = Session(messages=list(messages))
-        self._context: list[Message] = messages  # what the agent is given
-        self._beginning = len(messages)
+        self._beginning = messages
         self._seed = seed
         self._observe: Sequence[Observer] = observe
         self._state: Callable[[], str] = state
-        for message in messages:
+        self._save: Callable[[Saved], Awaitable[None]] | None = save
+        self._began = time.monotonic() - (saved.seconds if saved else 0)
+        self.session = saved.session if saved else Session(messages=list(messages))
+        self._context: list[Message] = list(saved.context if saved else messages)
+        for message in () if saved else messages:
             self.tell("message", **as_event(message))
+
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
 
     def tell(self, kind: str, **event: Any) -> None:
         for observer in self._observe:
@@ -186,14 +236,15 @@ class _Play:
                 return "turns"
             size = self.agent.size(self._context)
             if config.summary_at is not None and size >= config.summary_at:
-                if not await self._summarise(size):
+                if not await self._summarise():
                     return "context"
+                await self._keep()
                 size = self.agent.size(self._context)
             left = config.total_tokens - session.tokens
             room = config.context - size  # more than a turn needs if there are summaries
             if min(left, room) < 1:
                 return "tokens" if left < 1 else "context"
-            turn = await self._turn("turn", min(config.turn_tokens, left, room))
+            turn = await self._turn("turn", self._context, min(config.turn_tokens, left, room))
             session.turns += 1
             requests = turn.message.requests
             if not requests:
@@ -203,10 +254,16 @@ class _Play:
             if lost := next((result.lost for result in results if result.lost), None):
                 session.lost = lost
                 return "lost"
+            await self._keep()
 
-    async def _turn(self, kind: str, limit: int) -> Turn:
+    async def _keep(self) -> None:
+        if self._save:
+            seconds = self.seconds()
+            await self._save(Saved(session=self.session, context=self._context, seconds=seconds))
+
+    async def _turn(self, kind: str, context: Sequence[Message], limit: int) -> Turn:
         seed = derived_seed(self._seed, self.session.turns + self.session.summaries)
-        turn = await self.agent.turn(self._context, max_tokens=limit, seed=seed)
+        turn = await self.agent.turn(context, max_tokens=limit, seed=seed)
         self._add(turn.message)
         session, new = self.session, turn.counts or Counts()
         session.tokens += turn.tokens
@@ -241,18 +298,23 @@ class _Play:
         share = free // len(texts)
         return [clip(text, share) if share >= MIN_CAP else NO_ROOM for text in texts]
 
-    async def _summarise(self, size: int) -> bool:
+    async def _summarise(self) -> bool:
         """Lets the agent sum up; False if there is no room for that, or no sense in it."""
+        request = Message(role="user", text=SUMMARY_REQUEST)
+        context = [*self._context, request]
+        if self.config.summary_by == "prompt":
+            rest = [message for message in context if message.role != "system"]
+            context = [Message(role="system", text=COMPACTION), *rest]
         left = self.config.total_tokens - self.session.tokens
-        room = self.config.context - size - len(SUMMARY_REQUEST) - 2
+        room = self.config.context - self.agent.size(context)
         if min(left, room) < 1:
             return False
-        self._add(Message(role="user", text=SUMMARY_REQUEST))
-        turn = await self._turn("summary", min(self.config.summary_tokens, left, room))
+        self._add(request)
+        turn = await self._turn("summary", context, min(self.config.summary_tokens, left, room))
         self.session.summaries += 1
         text = "\n\n".join(filter(None, [GO_ON, self._state()]))
         summary = replace(turn.message, thinking="", requests=(), text_only=True)
-        self._context = [*self._context[: self._beginning], summary]
+        self._context = [*self._beginning, summary]
         self._add(Message(role="user", text=text))
         return self.config.summary_at is not None and (
             self.agent.size(self._context) < self.config.summary_at

@@ -7,6 +7,8 @@ place of old turns) begins a new row, and nothing is ever patched. Every sampled
 loss mask of exactly one row.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from c2.records import NO_ROUTE, NO_VERSION, Completion, Generation
@@ -19,8 +21,9 @@ class Trace:
       generations: the rows so far, in their order.
     """
 
-    def __init__(self) -> None:
-        self.generations: tuple[Generation, ...] = ()
+    def __init__(self, generations: Sequence[Generation] = ()) -> None:
+        """Begins, or goes on behind these."""
+        self.generations = tuple(generations)
 
     def add(self, turn: Completion) -> None:
         """Takes the next turn."""

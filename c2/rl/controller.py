@@ -6,8 +6,9 @@ carries news between them, and puts services that die back in their place while 
 
 What it calls, all of it asynchronous:
 
-    environments   rollout(prompt, sample) -> Rollout; the same again gives the same, from the same
-                   weights
+    environments   rollout(prompt, sample) -> Rollout; the same again goes on behind its last
+                   checkpoint, and gives the same from the same weights;
+                   forget(prompts) whose rollouts will not be asked for again
     training       position() -> steps done, at first those of its newest checkpoint;
                    step(number, data) -> metrics; publish() returns when the newest weights are out
     inference      load(version) -> metrics, once it serves this version
@@ -15,7 +16,7 @@ What it calls, all of it asynchronous:
                    until forget(version)
     all            ping() -> process id
 
-After a death. A rollout whose environment died runs again, by the schedule's rule. Training comes
+After a death. A rollout whose environment died goes on, by the schedule's rule. Training comes
 back at its newest checkpoint and repeats the steps since then on the groups of the journal.
 Inference comes back with the newest weights; whoever samples from it waits for that. A controller
 that was killed takes all services with it, and the next one goes on from journal and checkpoint.
@@ -23,7 +24,7 @@ that was killed takes all services with it, and the next one goes on from journa
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,6 +127,8 @@ class Controller:
         self._handles: dict[str, Handle] = {}
         self._up: dict[str, asyncio.Event] = {}
         self._load: Counter[str] = Counter()  # rollouts by environment service
+        self._lives: Counter[str] = Counter()  # how often a service has died
+        self._training = asyncio.Lock()  # held by whoever has steps done
         self._changed = asyncio.Event()
         self._stepping = False
         self._weights: asyncio.Task | None = None  # the newest version on its way to inference
@@ -150,6 +153,7 @@ class Controller:
                     await self._changed.wait()
                 await self._weights
                 await asyncio.gather(*self._evaluations)
+                await self._forget(range(len(self._journal.prompts)))
                 for watcher in watchers:
                     watcher.cancel()
         except ExceptionGroup as group:
@@ -187,10 +191,11 @@ class Controller:
     async def _restore(self) -> None:
         """Goes on with what an earlier process has left."""
         journal, shape = self._journal, self._config.schedule
-        await self._catch_up()
         version = len(journal.batches)
+        await self._catch_up(version)
         groups = journal.open_groups(shape.group, shape.least)
         self.schedule.restore(version, len(journal.prompts), groups)
+        await self._forget(set(range(len(journal.prompts))) - {group.index for group in groups})
         for earlier in filter(self._to_evaluate, range(version)):
             self._evaluations.append(self._tasks.create_task(self._evaluate(earlier)))
         self._weights = self._tasks.create_task(self._serve(version, None))
@@ -201,7 +206,7 @@ class Controller:
         schedule, shape = self.schedule, self._config.schedule
         for job in schedule.admit():
             if job.group == len(self._journal.prompts):
-                self._journal.begun(job.group, self._prompt(job.group))
+                self._journal.begun(job.group, self._prompt(job.group), schedule.served)
             self._tasks.create_task(self._roll(job))
         if not self._stepping and (picked := schedule.batch()) is not None:
             self._stepping = True
@@ -247,33 +252,35 @@ class Controller:
         """Trains on groups, then lets the new weights go their way."""
         step = self.schedule.version
         self._journal.batch(picked)
-        metrics = await self._catch_up()
+        metrics = await self._catch_up(len(self._journal.batches))
         version = self.schedule.trained(picked)
         self._observe("step", {"step": step, **metrics, **self.metrics()})
         self._weights = self._tasks.create_task(self._serve(version, self._weights))
+        self._tasks.create_task(self._forget(picked))
         if self._to_evaluate(version):
             await self._weights  # a restart after the next step would find another version
         self._stepping = False
         self._changed.set()
 
-    async def _catch_up(self) -> Mapping[str, float]:
-        """Brings training to the end of the journal's batches; returns the last step's metrics."""
+    async def _catch_up(self, steps: int) -> Mapping[str, float]:
+        """Has all batches of the journal trained up to a step; returns the last one's metrics."""
         metrics: Mapping[str, float] = {}
-        while True:
-            try:
-                step = await self._call(TRAINING, "position")
-                if step > len(self._journal.batches):
-                    raise TrainingError(
-                        f"training comes with {step} steps done, but the journal has "
-                        f"{len(self._journal.batches)}: they are not of the same run"
-                    )
-                while step < len(self._journal.batches):
-                    data = self._credit(self._groups(self._journal.batches[step]))
-                    metrics = await self._call(TRAINING, "step", step, data)
-                    step += 1
-                return metrics
-            except LostError:
-                await asyncio.sleep(RETRY_S)
+        async with self._training:
+            while True:
+                try:
+                    step = await self._call(TRAINING, "position")
+                    if step > len(self._journal.batches):
+                        raise TrainingError(
+                            f"training comes with {step} steps done, but the journal has "
+                            f"{len(self._journal.batches)}: they are not of the same run"
+                        )
+                    while step < steps:
+                        data = self._credit(self._groups(self._journal.batches[step]))
+                        metrics = await self._call(TRAINING, "step", step, data)
+                        step += 1
+                    return metrics
+                except LostError:
+                    await asyncio.sleep(RETRY_S)
 
     def _groups(self, picked: Sequence[int]) -> list[Group]:
         journal = self._journal
@@ -282,11 +289,16 @@ class Controller:
             for i in sorted(picked)
         ]
 
+    async def _forget(self, groups: Iterable[int]) -> None:
+        """Lets the checkpoints of rollouts go that are over for good."""
+        prompts = [self._journal.prompts[group] for group in groups]
+        await self._insist(f"{ENVIRONMENTS}-0", "forget", prompts)
+
     async def _serve(self, version: int, before: asyncio.Task | None) -> None:
         """Brings a version to inference and, where that is due, to evaluation."""
         if before is not None:
             await before
-        await self._insist(TRAINING, "publish")
+        await self._publish(version)
         metrics = await self._insist(INFERENCE, "load", version)
         self.schedule.served = version
         self._changed.set()
@@ -294,6 +306,16 @@ class Controller:
         if self._to_evaluate(version):
             await self._insist(EVALUATION, "pin", version)
             self._evaluations.append(self._tasks.create_task(self._evaluate(version)))
+
+    async def _publish(self, version: int) -> None:
+        """Has a version published by a training that has it, and not by one that comes back."""
+        while True:
+            life = self._lives[TRAINING]
+            if await self._insist(TRAINING, "position") < version:
+                await self._catch_up(version)
+            await self._insist(TRAINING, "publish")
+            if life == self._lives[TRAINING]:
+                return
 
     def _to_evaluate(self, version: int) -> bool:
         if EVALUATION not in self._makes or version in self._journal.evaluations:
@@ -323,6 +345,7 @@ class Controller:
         """Sees a service die, by itself or because it does not answer, and starts it again."""
         for _ in range(self._config.restarts + 1):
             reason = await self._death(name)
+            self._lives[name] += 1
             self._up[name].clear()
             self._observe("death", {"service": name, "reason": reason})
             try:

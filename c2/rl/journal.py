@@ -11,7 +11,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,6 +34,7 @@ class Journal:
 
     Attributes:
       prompts: of the groups that have begun, in their order.
+      versions: the oldest that tokens of these groups can have.
       batches: groups of every step that has been decided.
       evaluations: what an evaluation has found, by version.
     """
@@ -46,6 +47,7 @@ class Journal:
           JournalError: if its records do not fit together.
         """
         self.prompts: list[str] = []
+        self.versions: list[int] = []
         self.batches: list[list[int]] = []
         self.evaluations: dict[int, Any] = {}
         # of the rollouts of every group, by sample: where they are; None for lost ones
@@ -61,9 +63,9 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def begun(self, group: int, prompt: str) -> None:
-        """A group begins."""
-        self._append({"kind": "begun", "group": group, "prompt": prompt})
+    def begun(self, group: int, prompt: str, version: int) -> None:
+        """A group begins; this version is the oldest that its tokens can have."""
+        self._append({"kind": "begun", "group": group, "prompt": prompt, "version": version})
 
     def scored(self, job: Job, rollout: Rollout) -> None:
         """A rollout has come to a score."""
@@ -99,7 +101,7 @@ class Journal:
                 lost = {sample for sample, at in self._places[index].items() if at is None}
                 if size - len(lost) >= least:
                     scored = {s: r.oldest_version for s, r in self.rollouts(index).items()}
-                    groups.append(OpenGroup(index, 0, scored, lost))
+                    groups.append(OpenGroup(index, self.versions[index], scored, lost))
         return groups
 
     def _append(self, header: dict[str, Any], body: bytes = b"") -> None:
@@ -127,10 +129,11 @@ class Journal:
 
     def _note(self, header: dict[str, Any], start: int, size: int) -> None:
         match header:
-            case {"kind": "begun", "group": group, "prompt": prompt}:
+            case {"kind": "begun", "group": group, "prompt": prompt, "version": version}:
                 if group != len(self.prompts):
                     raise JournalError(f"group {group} begins after {len(self.prompts)} others")
                 self.prompts.append(prompt)
+                self.versions.append(version)
                 self._places.append({})
             case {"kind": "batch", "groups": groups}:
                 self.batches.append(groups)
@@ -147,27 +150,35 @@ def _checksum(header: bytes, body: bytes) -> int:
 
 
 def pack(rollout: Rollout) -> bytes:
-    """A rollout as bytes: safetensors with the rest as JSON in its metadata."""
-    arrays, rest = {}, {}
-    for field in dataclasses.fields(rollout):
-        rest[field.name] = getattr(rollout, field.name)
-    for number, link in enumerate(rest.pop("generations")):
-        for field in dataclasses.fields(link):
-            arrays[f"{number}.{field.name}"] = np.ascontiguousarray(getattr(link, field.name))
+    """A rollout as bytes."""
+    rest = {field.name: getattr(rollout, field.name) for field in dataclasses.fields(rollout)}
     rest["effort"] = dataclasses.asdict(rollout.effort)
-    return save(arrays, metadata={"rollout": json.dumps(rest, default=dict)})
+    return pack_chain(rest.pop("generations"), rest)
 
 
 def unpack(data: bytes) -> Rollout:
     """The rollout that `pack` wrote."""
-    (length,) = struct.unpack("<Q", data[:8])
-    rest = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["rollout"])
-    arrays = load(data)
-    count = len(arrays) // len(dataclasses.fields(Generation))
-    links = (
-        {field.name: arrays[f"{i}.{field.name}"] for field in dataclasses.fields(Generation)}
-        for i in range(count)
-    )
-    generations = tuple(Generation(**link) for link in links)
+    generations, rest = unpack_chain(data)
     rest |= {"effort": Effort(**rest["effort"]), "transcript": tuple(rest["transcript"])}
     return Rollout(**rest, generations=generations)
+
+
+def pack_chain(generations: Sequence[Generation], rest: Mapping[str, Any]) -> bytes:
+    """Generations as safetensors, with something else as JSON in the metadata."""
+    arrays = {
+        f"{number}.{field.name}": np.ascontiguousarray(getattr(link, field.name))
+        for number, link in enumerate(generations)
+        for field in dataclasses.fields(link)
+    }
+    return save(arrays, metadata={"rest": json.dumps(rest, default=dict)})
+
+
+def unpack_chain(data: bytes) -> tuple[tuple[Generation, ...], dict[str, Any]]:
+    """What `pack_chain` was given."""
+    (length,) = struct.unpack("<Q", data[:8])
+    rest = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["rest"])
+    arrays, names = load(data), [field.name for field in dataclasses.fields(Generation)]
+    links = (
+        {name: arrays[f"{i}.{name}"] for name in names} for i in range(len(arrays) // len(names))
+    )
+    return tuple(Generation(**link) for link in links), rest

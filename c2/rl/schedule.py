@@ -205,8 +205,8 @@ class Schedule:
         Args:
           version: trained version.
           begun: groups begun so far.
-          groups: those that are open. Rollouts without an entry run again, with new tokens, so
-            they make a group no older than the trained version.
+          groups: those that are open. Rollouts without an entry run again, and may go on behind
+            tokens that they have, so such a group keeps its version.
         """
         self.version = self.served = version
         self._next = begun
@@ -214,7 +214,7 @@ class Schedule:
             known = {*group.scored, *group.lost}
             new = [i for i in range(self._config.group) if i not in known]
             scored = {s: version if v == NO_VERSION else v for s, v in group.scored.items()}
-            group.scored, group.version = scored, min([version, *scored.values()])
+            group.scored = scored
             self._open[group.index] = group
             self._waiting += [Job(group.index, i, 1) for i in new]
             # what the earlier process had counted

@@ -207,6 +207,9 @@ class Environments(_Service):
         fields = {**vars(done), "outcome": "infrastructure_failure", "reward": float("nan")}
         return Rollout(**fields)
 
+    async def forget(self, prompts: Sequence[str]) -> None:
+        """There is nothing to forget."""
+
     async def _version(self) -> int:
         while True:
             with contextlib.suppress(LostError):

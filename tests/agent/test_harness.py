@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import itertools
+import json
 import threading
 import time
 
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 
 from c2.agent.agents import AgentError, ScriptedPolicy, TokenAgent, Turn
 from c2.agent.chat import SUMMARY_REQUEST, ByteTokenizer, ChatFormat, Message, Request
-from c2.agent.harness import GO_ON, HarnessConfig, answer_all, derived_seed, run
+from c2.agent.compaction import COMPACTION
+from c2.agent.harness import GO_ON, HarnessConfig, Saved, answer_all, derived_seed, run
 from c2.config import ConfigError
 from c2.sandbox.protocol import SandboxLost
 from c2.sandbox.tasks import in_process
@@ -325,14 +327,40 @@ def test_a_summary_too_long_ends_the_conversation():
     assert session.stop == "context" and session.summaries == 1
 
 
+def test_compaction_by_prompt_differs_in_what_is_read_for_a_summary_alone():
+    begin = (Message(role="system", text="be brief"), *TASK)
+    told = {}
+    for by in ("request", "prompt"):
+        tools, context = repo().tools, 1400 + len(COMPACTION)
+        chat = ChatFormat(BYTES, tools)
+        policy = ScriptedPolicy(once(*[[LOOK, READ]] * 24), chat)
+        agent = TokenAgent(policy, chat)
+        config = dataclasses.replace(SUMMARY, context=context, summary_by=by)
+        told[by] = asyncio.run(run(agent, tools, begin, config)), agent.generations
+    (own, rows), (prompted, read) = told.values()
+    assert own == prompted and own.summaries >= 2  # triggered at the same turns, too
+    assert len(rows) == 1 + own.summaries and len(read) == 1 + 2 * own.summaries
+    for row, after in zip(read[1::2], read[2::2], strict=True):  # summaries, what came of them
+        text = text_of(row)
+        assert text.startswith(f"<|end|><|system|>{COMPACTION}<|turn_end|><|user|>do it")
+        assert text.count("<|system|>") == 1 and "<|call|>list_dir" in text
+        assert BYTES.decode(row.tokens[row.loss_mask].tolist()) == "I go on as planned.<|turn_end|>"
+        assert text_of(after).startswith("<|end|><|system|>be brief<|turn_end|>")
+    for links in (rows, read):  # one credit for every token that was sampled
+        assert sum(int(link.loss_mask.sum()) for link in links) == own.tokens
+
+
+def test_room_is_kept_for_the_instructions_of_a_compaction():
+    with pytest.raises(ConfigError, match="summary_at: 500; legal are 1 to -"):
+        dataclasses.replace(SUMMARY, summary_by="prompt")
+
+
 # Turns of the toy policy: words, thoughts, and calls that are answered or refused.
 PIECE = st.sampled_from(["a", "bb", "<think>", "<call>list_dir", "<call>read_file {", "é"])
 STORY = st.lists(st.lists(PIECE, max_size=4), min_size=1, max_size=12)
 
 
-@settings(max_examples=100, deadline=None)
-@given(STORY, st.integers(60, 900), st.booleans())
-def test_a_chain_has_every_sampled_token_once(fixed_policy, story, summary_at, drop_thinking):
+def turns_of(story):
     end = BYTES.special("turn_end")
     marks = {"": 0, "<think>": BYTES.special("think"), "<call>": BYTES.special("call")}
     turns = []
@@ -342,10 +370,21 @@ def test_a_chain_has_every_sampled_token_once(fixed_policy, story, summary_at, d
             mark = max(filter(piece.startswith, marks), key=len)
             ids += [marks[mark]] * bool(mark) + list(BYTES.encode(piece.removeprefix(mark)))
         turns.append([*ids, BYTES.special("call"), *BYTES.encode("list_dir"), end])
-    policy = fixed_policy([*turns, *[[end]] * 40])
+    return [*turns, *[[end]] * 40]
+
+
+@settings(max_examples=100, deadline=None)
+@given(STORY, st.integers(60, 900), st.booleans(), st.booleans())
+def test_a_chain_has_every_sampled_token_once(
+    fixed_policy, story, summary_at, drop_thinking, by_prompt
+):
+    policy = fixed_policy(turns_of(story))
     chat = ChatFormat(BYTES, repo().tools, drop_thinking=drop_thinking)
     agent = TokenAgent(policy, chat)
-    config = HarnessConfig(context=1600, turn_tokens=60, summary_at=summary_at, summary_tokens=90)
+    config = HarnessConfig(
+        context=1600 + len(COMPACTION) * by_prompt, turn_tokens=60, summary_at=summary_at,
+        summary_tokens=90, summary_by="prompt" if by_prompt else "request",
+    )  # fmt: skip
     session = asyncio.run(run(agent, repo().tools, TASK, config))
     sampled = [done.tokens for done in policy.completions]
     rows = agent.generations
@@ -359,3 +398,35 @@ def test_a_chain_has_every_sampled_token_once(fixed_policy, story, summary_at, d
     )
     assert len(rows) == 1 + breaks
     assert all(len(row.tokens) <= config.context for row in rows)
+
+
+@settings(max_examples=50, deadline=None)
+@given(STORY, st.integers(60, 900), st.data())
+def test_a_conversation_goes_on_from_wherever_it_was_saved(fixed_policy, story, summary_at, data):
+    """What was saved goes through JSON; tokens that were sampled before are not sampled again."""
+    tools, turns, points = repo().tools, turns_of(story), []
+    chat = ChatFormat(BYTES, tools)
+    config = HarnessConfig(context=1600, turn_tokens=60, summary_at=summary_at, summary_tokens=90)
+
+    def play(policy, agent, events, saved=None):
+        async def save(saved):
+            written = json.dumps(dataclasses.asdict(saved))
+            points.append((written, agent.generations, len(policy.prompts), len(events)))
+
+        observe = [events.append]
+        return asyncio.run(run(agent, tools, TASK, config, observe=observe, save=save, saved=saved))
+
+    whole, heard = fixed_policy(turns), []
+    agent = TokenAgent(whole, chat)
+    session = play(whole, agent, heard)
+    if not points:
+        return  # it ended before anything could be saved
+    written, generations, done, told = data.draw(st.sampled_from(points))
+    rest, events = fixed_policy(turns), heard[:told]
+    rest.prompts += whole.prompts[:done]
+    late = TokenAgent(rest, chat, generations)
+    assert play(rest, late, events, Saved.from_dict(json.loads(written))) == session
+    assert events == heard and rest.prompts == whole.prompts
+    for one, two in zip(agent.generations, late.generations, strict=True):
+        for name, values in vars(one).items():
+            np.testing.assert_array_equal(getattr(two, name), values, strict=True)

@@ -18,6 +18,9 @@ from c2.rl.simulated import Folder
 
 SCRIPT = Path(__file__).with_name("controller_run.py")
 ROOT = Path(__file__).parents[2]
+SERVICES = (
+    "controller", "training", "inference", "evaluation", "environments-0", "environments-1",
+)  # fmt: skip
 
 
 @contextmanager
@@ -35,9 +38,13 @@ def two_nodes():
         cluster.shutdown()
 
 
-def play(folder, kind, *, kills, staleness, environment=()):
-    """Runs a training to its end through a number of kills; returns who was killed."""
-    rng, killed = random.Random(kills), Counter()
+def play(folder, kind, *, kills, staleness, environment=(), halfway=lambda: None):
+    """Runs a training to its end through a number of kills; returns who was killed.
+
+    Kills come at random moments, spread over the steps, and meet everyone about as often. After
+    half of them, something else happens in between.
+    """
+    rng, killed, most = random.Random(kills), Counter(), -(-kills // len(SERVICES))
     (folder / "store").mkdir(parents=True)
     command = [sys.executable, SCRIPT, folder, kind, str(staleness)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **dict(environment)}
@@ -46,13 +53,18 @@ def play(folder, kind, *, kills, staleness, environment=()):
             (folder / "pids").unlink(missing_ok=True)
             run = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
             while run.poll() is None:
-                time.sleep(rng.uniform(0, 0.4))
+                time.sleep(rng.uniform(0, 0.15))
+                steps = len(list((folder / "store").glob("trained-*")))
+                if killed.total() == kills or steps < 35 * killed.total() / kills:
+                    continue
                 with suppress(FileNotFoundError, ProcessLookupError):
                     pids = json.loads((folder / "pids").read_text())
-                    if killed.total() < kills:
-                        name = rng.choice(sorted(pids))
+                    if up := [name for name in sorted(pids) if killed[name] < most]:
+                        name = rng.choice(up)
                         os.kill(pids[name], signal.SIGKILL)
                         killed[name] += 1
+                        if killed.total() == kills // 2:
+                            halfway()
             assert run.returncode in (0, -signal.SIGKILL), (folder / "log").read_text()
     return killed
 
@@ -80,8 +92,10 @@ def test_killed_processes_lose_and_double_nothing(tmp_path, staleness):
 @pytest.mark.parametrize("kind", ["local", "ray"])
 def test_fifty_kills_in_lock_step_end_in_the_same_weights(tmp_path, kind):
     play(tmp_path / "whole", "local", kills=0, staleness=0)
-    with two_nodes() if kind == "ray" else nullcontext(("", None)) as (address, _):
-        environment = {"RAY_ADDRESS": address}
-        killed = play(tmp_path / "killed", kind, kills=50, staleness=0, environment=environment)
-    assert killed.total() == 50 and len(killed) == 6  # everyone, some time
+    with two_nodes() if kind == "ray" else nullcontext(("", int)) as (address, kill_raylet):
+        killed = play(
+            tmp_path / "killed", kind, kills=50, staleness=0,
+            environment={"RAY_ADDRESS": address}, halfway=kill_raylet,
+        )  # fmt: skip
+    assert killed.total() == 50 and killed.keys() == set(SERVICES)
     assert check(tmp_path / "killed") == check(tmp_path / "whole")

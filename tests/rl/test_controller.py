@@ -115,6 +115,29 @@ def test_a_checkpoint_without_its_journal_is_refused(tmp_path):
         run_to_the_end(cluster, tmp_path / "journal")
 
 
+def test_a_version_that_died_with_its_training_is_trained_again_before_it_is_published(tmp_path):
+    cluster, launcher, deaths = Cluster(checkpoint_every=3), InProcess(), [1, 2, 5]
+
+    class Dying(Training):
+        async def publish(self):
+            if self.steps in deaths:
+                deaths.remove(self.steps)
+                launcher.kill("training")
+                await asyncio.sleep(0)
+            await super().publish()
+
+    async def body():
+        with Journal(tmp_path / "journal") as journal:
+            controller = make_controller(cluster, journal, launcher, staleness=0)
+            controller._makes["training"] = partial(Dying, cluster)
+            async with asyncio.timeout(60):
+                await controller.run()
+
+    asyncio.run(body())
+    assert not deaths
+    assert Counter(cluster.trained()) == Counter(f"task-{i}" for i in range(24))
+
+
 def interrupted(cluster, path, *, kills, **schedule):
     """Kills services, and now and then all of them with the controller, at random moments."""
     restarts = 0

@@ -31,7 +31,7 @@ def written(path):
             ends.append(path.stat().st_size)
 
         for group in range(2):
-            note("begun", group, f"task-{group}")
+            note("begun", group, f"task-{group}", 5 + group)
         for group, sample in [(0, 1), (1, 0), (0, 0), (1, 2)]:
             versions = (group, group + 1)
             note("scored", Job(group, sample, 1), simulated.rollout("t", sample, versions))
@@ -62,8 +62,9 @@ def test_what_was_written_is_there_after_a_restart(tmp_path):
         assert list(journal.rollouts(0)) == [0, 1] and list(journal.rollouts(1)) == [0, 2]
         same(journal.rollouts(1)[2], simulated.rollout("t", 2, (1, 2)))
         (group,) = journal.open_groups(3, 2)
-        assert (group.index, group.scored, group.lost) == (1, {0: 1, 2: 1}, set())
-        journal.begun(2, "task-2")
+        assert (group.index, group.version) == (1, 6)
+        assert (group.scored, group.lost) == ({0: 1, 2: 1}, set())
+        journal.begun(2, "task-2", 6)
     with Journal(path) as journal:
         assert journal.prompts[2] == "task-2"
 
@@ -83,14 +84,14 @@ def test_a_torn_end_costs_the_last_record_alone(tmp_path_factory, data):
         lists = (journal.prompts, journal.batches, journal.evaluations, *journal._places)
         found = sum(map(len, lists))
         assert found == whole and path.stat().st_size == ends[whole]
-        journal.begun(len(journal.prompts), "next")  # and it can be written to
+        journal.begun(len(journal.prompts), "next", 0)  # and it can be written to
     with Journal(path) as journal:
         assert journal.prompts[-1] == "next"
 
 
 def test_a_void_group_is_not_open(tmp_path):
     with Journal(tmp_path / "journal") as journal:
-        journal.begun(0, "task-0")
+        journal.begun(0, "task-0", 0)
         for sample in range(2):
             journal.lost(Job(0, sample, 3))
         journal.scored(Job(0, 2, 1), simulated.rollout("t", 2, (0,)))
@@ -101,8 +102,8 @@ def test_a_void_group_is_not_open(tmp_path):
 def test_records_that_do_not_fit_together_are_refused(tmp_path):
     with Journal(tmp_path / "journal") as journal:
         with pytest.raises(JournalError, match="group 1 begins after 0"):
-            journal.begun(1, "x")
-        journal.begun(0, "x")
+            journal.begun(1, "x", 0)
+        journal.begun(0, "x", 0)
         journal.lost(Job(0, 0, 1))
         with pytest.raises(JournalError, match="rollout 0 of group 0"):
             journal.lost(Job(0, 0, 2))

@@ -172,7 +172,9 @@ def test_a_restart_goes_on_with_the_same_groups_in_the_same_bounds(seed, stalene
             job = schedule.running[rng.integers(len(schedule.running))]
             schedule.scored(job, schedule.version)
         if rng.random() < 0.1:
-            saved = [OpenGroup(g.index, 0, dict(g.scored), set(g.lost)) for g in schedule.open]
+            saved = [
+                OpenGroup(g.index, g.version, dict(g.scored), set(g.lost)) for g in schedule.open
+            ]
             version, begun = schedule.version, schedule.metrics()["begun"]
             schedule = Schedule(config)
             schedule.restore(version, begun, saved)

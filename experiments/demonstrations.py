@@ -29,16 +29,17 @@ PER_FILE = 60  # generated packages in a file
 class DemonstrationsConfig:
     """What is shown.
 
-    The agent knows the solution: it reads, edits once and is done. How often it looks at tests is
-    for a policy to find out, so it looks at them as rarely as this says, and it is never seen to
-    repair an edit of its own.
+    The agent could solve everything, but makes mistakes, does not always look at the tests, and may
+    give up when they fail: a policy that has learned from it can do more than it is used to do.
 
     Attributes:
       count: conversations.
       level: of the tasks, see `c2.sandbox.tasks.minirepo`.
       families: kinds of tasks; a kind that is left out is for rewards to teach.
-      test_before: how often it runs the tests before it edits, 0 to 1.
+      slips: how often its first edit is wrong, 0 to 1.
+      test_before: how often it runs the tests before it edits.
       test_after: how often it runs them after.
+      repairs: how often it repairs a mistake that they have shown.
       others: what tokens that the agent did not write count; its own count 1.
       seed: of tasks and habits.
     """
@@ -46,15 +47,17 @@ class DemonstrationsConfig:
     count: int = 4000
     level: int = 1
     families: tuple[str, ...] = minirepo.FAMILIES
+    slips: float = 0.6
     test_before: float = 0.1
-    test_after: float = 0.3
+    test_after: float = 0.6
+    repairs: float = 0.5
     others: float = 0.1
     seed: int = 0
 
     def __post_init__(self):
         if self.count < 1:
             raise ConfigError(f"count: {self.count}; legal: at least 1")
-        for name in ("test_before", "test_after", "others"):
+        for name in ("slips", "test_before", "test_after", "repairs", "others"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name}: {getattr(self, name)}; legal: 0 to 1")
         if unknown := [name for name in self.families if name not in minirepo.FAMILIES]:
@@ -103,8 +106,14 @@ def make_store(
     ]
 
     def script(task: Task) -> policies.Policy:
-        before, after = (rng.random() < p for p in (config.test_before, config.test_after))
-        return policies.expert(task, search=True, test_before=before, test_after=after)
+        return policies.careless(
+            task,
+            rng,
+            slips=config.slips,
+            tests=config.test_after,
+            repairs=config.repairs,
+            test_before=rng.random() < config.test_before,
+        )
 
     links = demonstrate(
         tasks, script, tokenizer, syntax=environments.syntax, tools=environments.tools,

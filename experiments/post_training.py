@@ -1,7 +1,7 @@
 """From a pretrained model to an agent: demonstrations, reinforcement learning, its controls.
 
-Demonstrations show the form of a conversation by an expert that knows each solution and so never
-repairs an edit of its own. Reinforcement learning starts from there. Two controls start from the
+Demonstrations are those of a careless expert, which makes mistakes and does not always look at the
+tests. Reinforcement learning starts from there. Two controls start from the
 same weights: one learns from rewards that were shuffled, one goes on with demonstrations for as
 much compute. All are scored on the same held-out tasks with the same seeds.
 """

@@ -260,7 +260,7 @@ learning. {controls[:1].upper() + controls[1:]}{"." if controls else ""} Rollout
 looked at token by token in
 [`trajectories.html`]({(folder / TRAINED / "trajectories.html").as_posix()}).
 
-**Limits.** One seed. Demonstrations never show a second attempt, so this says that rewards find
-what was not shown, not that no demonstrations could have shown it; a policy that tests and tries
-again also writes more for each task.
+**Limits.** One seed. The demonstrations are of an expert that makes mistakes and often does not
+notice, so this says that rewards take a policy beyond who has taught it, not that they teach edits
+which nobody has shown; a policy that tests and tries again also writes more for each task.
 """

@@ -166,14 +166,14 @@ def mini() -> Config:
         phases=(
             PhaseConfig(
                 name="main",
-                steps=320,
+                steps=240,
                 context=256,
                 batch=8,
                 learning_rate=ScheduleConfig(peak=3e-3, warmup_steps=30, final=0.1),
             ),
             PhaseConfig(
                 name="mtp",
-                steps=60,
+                steps=50,
                 context=256,
                 batch=8,
                 learning_rate=ScheduleConfig(peak=3e-3, warmup_steps=10, final=0.2),
@@ -181,7 +181,7 @@ def mini() -> Config:
             ),
             PhaseConfig(
                 name="long",
-                steps=30,
+                steps=24,
                 context=1024,
                 batch=4,
                 learning_rate=ScheduleConfig(peak=6e-4, decay="linear", final=0.5),

@@ -128,12 +128,21 @@ class LocalLauncher:
             async with asyncio.timeout(START_S):
                 while not path.exists():
                     if process.returncode is not None:
-                        raise LostError(f"{name}: it ended with status {process.returncode}")
+                        said = self._last_line(name)
+                        raise LostError(f"{name}: it ended with status {process.returncode}{said}")
                     await asyncio.sleep(0.01)
         except TimeoutError:
             await self.stop(name)
             raise LostError(f"{name}: it has not come up in {START_S:.0f} s") from None
         return handle
+
+    def _last_line(self, name: str) -> str:
+        """The end of what a service has printed: most often the error that ended it."""
+        if self._logs is None:
+            return ""
+        path = self._logs / f"{name}.log"
+        lines = path.read_text(errors="replace").strip().splitlines() or ["nothing"]
+        return f"; it printed: {lines[-1]} (all of it: {path})"
 
     async def died(self, name: str) -> str:
         """As `c2.rl.calls.Launcher.died`."""

@@ -34,8 +34,9 @@ def documents(store, tokenizer):
 
 def test_the_agents_own_tokens_count_and_habits_are_as_asked(tokenizer):
     config = DemonstrationsConfig(
-        count=60, families=("operator", "name"), test_before=0.0, test_after=0.5, others=0.25
-    )
+        count=60, families=("operator", "name"), slips=0.0, test_before=0.0, test_after=0.5,
+        others=0.25,
+    )  # fmt: skip
     store = make_store(config, tokenizer, ENVIRONMENTS)
     texts = documents(store, tokenizer)
     assert len(texts) == 60 and set(np.unique(store.weights)) == {0.25, 1.0}
@@ -43,7 +44,7 @@ def test_the_agents_own_tokens_count_and_habits_are_as_asked(tokenizer):
     assert own.count("done<|turn_end|>") == 60 and "<|user|>" not in own and "<|tool|>" not in own
     tested = sum("<|call|>run_tests" in text for text in texts)
     assert 15 < tested < 45
-    assert all(text.count("<|call|>edit") == 1 for text in texts)  # none repairs its own edit
+    assert all(text.count("<|call|>edit") == 1 for text in texts)  # nothing to repair
     first = [text.split("<|call|>")[1] for text in texts]
     assert {call.split()[0] for call in first} == {"read_file", "grep"}
 

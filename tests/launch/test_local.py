@@ -150,3 +150,19 @@ asyncio.run(main())
         subprocess.run(["sleep", "0.01"], check=True)
     assert not Path(f"/proc/{pid}").exists()
     assert not Path(folder).exists()
+
+
+def refuse():
+    raise ValueError("the learning rate is a fish")
+
+
+def test_a_service_that_cannot_start_says_why(tmp_path):
+    async def play():
+        launcher = LocalLauncher(logs=tmp_path)
+        try:
+            with pytest.raises(LostError, match=r"status 1; it printed: .*is a fish \(all of it: "):
+                await launcher.start("training", refuse)
+        finally:
+            await launcher.close()
+
+    asyncio.run(play())

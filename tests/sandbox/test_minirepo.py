@@ -5,6 +5,7 @@ import collections
 import functools
 import itertools
 import os
+import random
 import re
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from c2.sandbox.tasks.minirepo import (
     draw,
     generate,
     policies,
+    slip,
     solve,
     sound,
     split,
@@ -76,11 +78,37 @@ def test_the_weak_agent_is_weak_where_it_says_and_nothing_does_nothing():
         assert played(task, policies.nothing(task)) == (task.files, [])
 
 
-def test_an_expert_that_searches_finds_the_file_that_the_prompt_keeps_back():
+def test_a_careless_expert_slips_and_repairs_as_often_as_it_is_told():
+    rng = random.Random(0)
+    solved = slipped = repaired = 0
+    for seed, family in itertools.product(range(40), ("operator", "constant")):
+        task = task_of(seed, family, 1)
+        policy = policies.careless(task, rng, slips=0.5, tests=1.0, repairs=0.5)
+        files, transcript = played(task, policy)
+        tests = [answer for call, answer in transcript if call.name == "run_tests"]
+        slipped += tests[0] != "pass"
+        repaired += len(tests) > 1
+        assert (transcript[-1][1] == "pass") == (files == solve(task))
+        assert not any(answer.startswith("error") for _, answer in transcript)
+        solved += not failures(task, files)
+    assert 25 < slipped < 55 and 0.3 < repaired / slipped < 0.7
+    assert solved == 80 - slipped + repaired
+
+
+def test_a_slip_is_wrong_in_another_way():
+    rng = random.Random(0)
+    for seed in range(20):
+        task = task_of(seed, "operator", 1)
+        wrong = slip(task, rng)
+        assert wrong is None or wrong not in (task.files, solve(task))
+
+
+def test_a_careless_expert_finds_the_file_that_the_prompt_keeps_back():
     told = 0
     for seed in range(20):
         task = task_of(seed, "operator", 1)
-        files, ((first, answer), *_) = played(task, policies.expert(task, search=True))
+        policy = policies.careless(task, random.Random(0), slips=0, tests=0, repairs=0)
+        files, ((first, answer), *_) = played(task, policy)
         assert files == solve(task)
         told += ".py" in task.prompt
         if ".py" in task.prompt:

@@ -4,8 +4,19 @@
 `policies` has scripted agents. Files are short, lines are short, words are few.
 """
 
-from c2.sandbox.tasks.minirepo.generate import FAMILIES, draw, from_id, generate, solve, sound
+from c2.sandbox.tasks.minirepo.generate import FAMILIES, draw, from_id, generate, slip, solve, sound
 from c2.sandbox.tasks.minirepo.layout import LEVELS
 from c2.sandbox.tasks.minirepo.splits import SPLITS, split
 
-__all__ = ["FAMILIES", "LEVELS", "SPLITS", "draw", "from_id", "generate", "solve", "sound", "split"]
+__all__ = [
+    "FAMILIES",
+    "LEVELS",
+    "SPLITS",
+    "draw",
+    "from_id",
+    "generate",
+    "slip",
+    "solve",
+    "sound",
+    "split",
+]

@@ -15,7 +15,7 @@ from c2.sandbox.tasks.minirepo.splits import HELD_FAMILIES, HELD_TEMPLATES, SPLI
 from c2.sandbox.tasks.task import Solved, Task
 
 FAMILIES = tuple(faults.FAMILIES)
-_WITHOUT_SETTINGS = ("operator", "constant")  # families that can be about any template
+_WITHOUT_SETTINGS = ("operator", "constant")  # families that can be about any template together
 _ATTEMPTS = 100
 _DRAWS = 2000
 
@@ -97,8 +97,8 @@ def solve(task: Task) -> dict[str, str]:
 
 
 @functools.lru_cache(maxsize=256)  # all rollouts of a group, and experts, ask for the same
-def generate_solved(seed: int, family: str, level: int = 1) -> Solved:
-    """As `generate`, with the solution."""
+def _generated(seed: int, family: str, level: int) -> tuple[Solved, Package, str]:
+    """A solved task, its package without a fault, and the name of the first function to spoil."""
     if family not in FAMILIES:
         raise ConfigError(f"family: {family!r}; legal are {', '.join(FAMILIES)}")
     if level not in LEVELS:
@@ -136,8 +136,26 @@ def generate_solved(seed: int, family: str, level: int = 1) -> Solved:
             editable=(f"{sound.name}/*.py",),
             level=level,
         )
-        return Solved(task, sound.files() | visible)
+        return Solved(task, sound.files() | visible), sound, drawn.targets[0]
     raise RuntimeError(f"no task after {_ATTEMPTS} draws: seed {seed}, {family}, level {level}")
+
+
+def generate_solved(seed: int, family: str, level: int = 1) -> Solved:
+    """As `generate`, with the solution."""
+    return _generated(seed, family, level)[0]
+
+
+def slip(task: Task, rng: random.Random) -> dict[str, str] | None:
+    """The files after a wrong attempt at a generated task: another fault takes the place of one.
+
+    None for tasks that are only wrong in one way.
+    """
+    _, family, level, seed = task.id.split("/")
+    solved, sound, target = _generated(int(seed), family, int(level))
+    options = faults.candidates(family, sound, sound.function(target))
+    found = [solved.solution | package.files() for package in options]
+    wrong = [files for files in found if files not in (task.files, solved.solution)]
+    return rng.choice(wrong) if wrong else None
 
 
 def changes(old: dict[str, str], new: dict[str, str]) -> int:

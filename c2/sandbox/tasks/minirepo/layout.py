@@ -49,7 +49,7 @@ def eligible(family: str, template: Template, in_caller: bool = False) -> bool:
         return kinds[-1] in NUMERIC and len(kinds) > 1 and not template.opaque
     if family == "arguments":
         return len(kinds) > 1
-    return family not in ("feature", "boundary") or not template.opaque
+    return family not in ("feature", "boundary", "operator") or not template.opaque
 
 
 def draw(rng: random.Random, family: str, level: int, held: Sequence[str]) -> Layout:

@@ -5,11 +5,12 @@ solution, which they make anew from the task's seed; it is nowhere in what a mod
 """
 
 import difflib
+import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
-from c2.sandbox.tasks.minirepo.generate import solve
+from c2.sandbox.tasks.minirepo.generate import slip, solve
 from c2.sandbox.tasks.task import Task
 from c2.sandbox.tasks.tools import Call, Policy
 
@@ -26,7 +27,6 @@ def expert(
     task: Task,
     *,
     style: Style = "lines",
-    search: bool = False,
     test_before: bool = False,
     test_after: bool = True,
 ) -> Policy:
@@ -35,13 +35,9 @@ def expert(
     Args:
       task: made by `generate`.
       style: "lines" edits by line numbers, "match" by text that is in the file once.
-      search: whether it first looks for the function that the prompt is about, if that does not
-        say where it is; else it knows.
       test_before: whether it looks at the failing test before its first edit.
       test_after: whether it runs the tests at the end.
     """
-    if search and ".py" not in task.prompt and (name := _function(task)):
-        yield Call("grep", {"pattern": f"def {name}"})
     for path, calls in _edits_by_file(task, style):
         yield Call("read_file", {"path": path})
         if test_before:
@@ -51,6 +47,39 @@ def expert(
             yield call
     if test_after:
         yield Call("run_tests")
+
+
+def careless(
+    task: Task,
+    rng: random.Random,
+    *,
+    slips: float,
+    tests: float,
+    repairs: float,
+    test_before: bool = False,
+) -> Policy:
+    """An expert that makes mistakes, often does not notice, and sometimes gives up.
+
+    It looks for the file if the prompt does not name it. Its first edit can be wrong; if it then
+    looks at the tests, it may put things right.
+
+    Args:
+      task: made by `generate`.
+      rng: decides about habits and mistakes.
+      slips: how often its first edit is wrong.
+      tests: how often it runs the tests after its edits.
+      repairs: how often it repairs a mistake that the tests have shown.
+      test_before: whether it looks at the failing test before its first edit.
+    """
+    right, wrong = solve(task), slip(task, rng) if rng.random() < slips else None
+    if ".py" not in task.prompt and (name := _function(task)):
+        yield Call("grep", {"pattern": f"def {name}"})
+    yield from _rewrite(task.files, wrong or right, read=True, test=test_before)
+    if rng.random() < tests:
+        yield Call("run_tests")
+        if wrong and rng.random() < repairs:
+            yield from _rewrite(wrong, right)
+            yield Call("run_tests")
 
 
 def weak(task: Task) -> Policy:
@@ -110,6 +139,22 @@ def _matching_edit(path: str, lines: list[str], start: int, end: int, text: list
             new = "\n".join([*lines[first:start], *text, *lines[end:last]])
             return Call("edit_file", {"path": path, "old": old, "new": new})
         above, below = above + (above <= below), below + (above > below)
+
+
+def _rewrite(
+    old: Mapping[str, str], new: Mapping[str, str], *, read: bool = False, test: bool = False
+) -> Policy:
+    """Turns files into others; with `test` the tests are run before the first edit."""
+    for path, text in new.items():
+        if text == old[path]:
+            continue
+        if read:
+            yield Call("read_file", {"path": path})
+        if test:
+            yield Call("run_tests")
+            test = False
+        for call in edits(old[path], text, path, "lines"):  # noqa: UP028 - as above
+            yield call
 
 
 def _edits_by_file(task: Task, style: Style) -> Iterator[tuple[str, list[Call]]]:

@@ -53,7 +53,7 @@ class Config:
     Attributes:
       model: with a mixture of experts; its precision is set by the study.
       data: corpus and held-out package.
-      optimizer: AdamW's settings.
+      optimizer: its settings.
       training: the one phase that every model learns in.
       bias_update_rate: of the routers' selection biases.
       seeds: models per precision.
@@ -95,7 +95,7 @@ class Config:
 
 
 def full() -> Config:
-    """The recipe's model and the first half of its main phase."""
+    """The recipe's model, with AdamW, on the standard library alone."""
     return Config(
         model=replace(presets.get("tiny_mla_moe"), dtype="bfloat16"),
         data=DataConfig(held_out="json", vocab_size=2048),

@@ -66,7 +66,7 @@ class Config:
     Attributes:
       model: with one prediction module.
       data: corpus and held-out package.
-      optimizer: AdamW's settings.
+      optimizer: its settings.
       learning_rate: of the model over its steps, and again of each module over its own.
       context: tokens per row.
       batch: rows per step.

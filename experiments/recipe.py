@@ -54,6 +54,7 @@ from experiments import (
     post_training_configs,
     post_training_report,
     pretraining_report,
+    reinforcement,
 )
 from experiments.demonstrations import write_packages
 from experiments.post_training import PostTrainingConfig, post_train
@@ -259,6 +260,10 @@ def run(config: Config, run: Run) -> Result:
             "config.post_training: it begins on one process, and its services start others; legal "
             "with --processes: none"
         )
+    if config.post_training is not None:
+        environments = config.post_training.reinforcement.environments
+        with located("config.post_training.reinforcement.environments"):
+            reinforcement.try_sandboxes(environments)
     with located("config.data"):
         data = prepare(corpus_config(config, run), run.workdir / "data")
     with located("config.model"):

@@ -41,6 +41,8 @@ from c2.rl.sampling_weights import OversamplingConfig, kind_weights
 from c2.rl.training import INSPECTED, Training, TrainingConfig
 from c2.rollout.config import EngineConfig
 from c2.rollout.follow import subscribe
+from c2.sandbox.pool.pool import Pool
+from c2.sandbox.protocol import SandboxError, Spec
 from c2.sandbox.tasks import minirepo
 from c2.training.checkpoint import Checkpoints
 from c2.training.metrics import MetricsLog
@@ -299,6 +301,25 @@ def evaluate(
     with atomic(path) as temporary:
         temporary.write_text(json.dumps(found))
     return found
+
+
+def try_sandboxes(config: EnvironmentConfig) -> None:
+    """Starts a sandbox and ends it: better now than after hours of other work.
+
+    Raises:
+      ConfigError: if there can be none on this machine.
+    """
+    try:
+        pool = Pool(config.pool)
+        try:
+            pool.close(pool.create(Spec(resources=config.resources)))
+        finally:
+            pool.shutdown()
+    except SandboxError as error:
+        raise ConfigError(
+            f"pool.backend: {config.pool.backend!r} does not work here: {error}; legal: one that "
+            "does"
+        ) from error
 
 
 def evaluation_config(config: RLConfig) -> EvaluationConfig:

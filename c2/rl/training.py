@@ -46,7 +46,7 @@ class TrainingConfig:
     Attributes:
       objective: what is maximised.
       replay: of routes.
-      optimizer: AdamW's settings.
+      optimizer: its settings.
       learning_rate: over all steps.
       context: tokens of a batch row; no generation may be longer.
       rows: batch rows of a micro-batch, over all devices.

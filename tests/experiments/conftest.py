@@ -8,6 +8,7 @@ import pytest
 from c2.data.config import DataConfig, Source
 from c2.models import MLAConfig, MoEConfig
 from c2.training.loop import LoopConfig
+from c2.training.optimizer import OptimizerConfig
 from experiments import recipe, registry
 from experiments.recipe import EvaluationConfig
 from launch import run_dir
@@ -15,7 +16,7 @@ from launch import run_dir
 
 @pytest.fixture(scope="session")
 def tiny_recipe() -> recipe.Config:
-    """Three phases of the recipe, of one shape; two programs serve them."""
+    """Pretraining alone: three phases of one shape; two programs serve them."""
     config = recipe.get_config("smoke")
     main, distillation, _, tuning = config.phases
     size = {"context": 128, "batch": 4, "yarn": None}
@@ -32,6 +33,8 @@ def tiny_recipe() -> recipe.Config:
             moe=MoEConfig(experts=4, top_k=2, intermediate=16),
         ),
         data=DataConfig(sources=(Source(path="stdlib:email"),), held_out="json", vocab_size=512),
+        packages=None,
+        optimizer=OptimizerConfig(),  # compiles faster than Muon
         phases=(
             replace(main, steps=12, learning_rate=rate, **size),
             replace(distillation, steps=6, learning_rate=rate, **size),
@@ -39,6 +42,7 @@ def tiny_recipe() -> recipe.Config:
         ),
         evaluation=EvaluationConfig(windows=(32, 128), batch=32),
         loop=LoopConfig(log_every=1, eval_every=3, checkpoint_every=5),
+        post_training=None,
     )
 
 

@@ -23,6 +23,7 @@ from c2.rl.sampling_weights import OversamplingConfig
 from c2.rl.schedule import ScheduleConfig
 from c2.rl.training import TrainingConfig
 from c2.rollout.config import EngineConfig
+from c2.sandbox.protocol import SandboxError
 from c2.sandbox.tasks import minirepo
 from c2.training.metrics import read_rows
 from experiments import reinforcement
@@ -132,3 +133,16 @@ def test_a_run_trains_evaluates_shows_and_does_not_begin_again(tmp_path):
     assert (tmp_path / "rl" / "trajectories.html").stat().st_size > 8000
     assert reinforcement.train(*args) == found  # nothing is left to do
     assert read_rows(tmp_path / "rl" / "metrics.jsonl") == lines
+
+
+def test_a_machine_without_sandboxes_is_told_before_anything_else_runs(monkeypatch):
+    reinforcement.try_sandboxes(EnvironmentConfig())
+
+    def broken(_):
+        raise SandboxError("user namespaces are switched off")
+
+    monkeypatch.setattr(reinforcement, "Pool", broken)
+    with pytest.raises(
+        ConfigError, match=r"^pool\.backend: 'zygote' does not work here: user name"
+    ):
+        reinforcement.try_sandboxes(EnvironmentConfig())

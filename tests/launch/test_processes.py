@@ -341,6 +341,8 @@ def recipe_json(tmp_path_factory) -> Path:
             mtp=0,
         ),
         data=DataConfig(sources=(Source(path="stdlib:email"),), held_out="json", vocab_size=512),
+        packages=None,
+        post_training=None,
         phases=(replace(config.phases[0], steps=12, context=64, batch=4),),
         evaluation=replace(config.evaluation, windows=(64,), batch=32),
         loop=LoopConfig(log_every=1, eval_every=4, checkpoint_every=2),

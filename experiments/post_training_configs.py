@@ -9,6 +9,8 @@ from c2.rl.environments import EnvironmentConfig
 from c2.rl.schedule import ScheduleConfig as Schedule
 from c2.rl.training import TrainingConfig
 from c2.rollout.config import EngineConfig
+from c2.sandbox.pool.config import PoolConfig
+from c2.sandbox.pool.core import Limits
 from c2.training.loop import LoopConfig
 from c2.training.optimizer import OptimizerConfig, ScheduleConfig
 from c2.training.pretrain import PhaseConfig
@@ -22,7 +24,7 @@ CONTEXT = 512  # tokens of a conversation
 
 
 def mini() -> PostTrainingConfig:
-    """Minutes on two CPU cores, for about two million parameters.
+    """Half an hour on two CPU cores, for about two million parameters.
 
     The expert of the demonstrations makes mistakes in most of its first edits, does not always look
     at the tests, and gives up half of the times when they fail; who does as it does solves less
@@ -51,7 +53,7 @@ def mini() -> PostTrainingConfig:
             training=TrainingConfig(
                 objective=PolicyGradientConfig(tokens_per_rollout=64),
                 optimizer=OptimizerConfig(weight_decay=0.0),
-                learning_rate=ScheduleConfig(peak=2e-4, warmup_steps=2, decay="constant"),
+                learning_rate=ScheduleConfig(peak=1e-4, warmup_steps=2, decay="constant"),
                 context=CONTEXT,
                 rows=4,
                 checkpoint_every=5,
@@ -62,10 +64,12 @@ def mini() -> PostTrainingConfig:
             ),
             environments=EnvironmentConfig(
                 harness=HarnessConfig(
-                    max_turns=10, turn_tokens=40, total_tokens=400, context=CONTEXT,
+                    max_turns=8, turn_tokens=40, total_tokens=400, context=CONTEXT,
                     deadline_s=300.0,
                 ),
                 syntax="plain",
+                # everything runs on the same few cores, which are always short
+                pool=PoolConfig(backend="zygote", limits=Limits(cpu_pressure=100.0)),
             ),
             tasks=TasksConfig(
                 families=FAMILIES, held_out=("combination", "template", "family"), held_out_tasks=12

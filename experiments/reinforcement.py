@@ -44,6 +44,7 @@ from c2.rollout.follow import subscribe
 from c2.sandbox.pool.pool import Pool
 from c2.sandbox.protocol import SandboxError, Spec
 from c2.sandbox.tasks import minirepo
+from c2.sandbox.tasks.minirepo.splits import HELD_FAMILIES
 from c2.training.checkpoint import Checkpoints
 from c2.training.metrics import MetricsLog
 from c2.weights import serving
@@ -63,7 +64,7 @@ class TasksConfig:
 
     Attributes:
       level: difficulty, see `c2.sandbox.tasks.minirepo`.
-      families: kinds of tasks to train on.
+      families: kinds of tasks to train on, and to evaluate but for split "family".
       oversampling: of kinds that turn out to be hard.
       held_out: splits that are evaluated, see `minirepo.SPLITS`; "train" are new tasks of the
         distribution that is trained on.
@@ -151,8 +152,11 @@ class Prompts:
 
 
 def held_out(config: TasksConfig) -> dict[str, tuple[str, ...]]:
-    """The ids of the tasks of evaluations, by split."""
-    families = minirepo.FAMILIES
+    """The ids of the tasks of evaluations, by split.
+
+    They are of the kinds that are trained on, but for "family": of those that never are.
+    """
+    families = (*config.families, *HELD_FAMILIES)
     return {
         part: tuple(
             minirepo.draw(-1 - i, config.level, part, families=families).id

@@ -48,6 +48,11 @@ class PostTrainingConfig:
     def __post_init__(self) -> None:
         if self.control_rate <= 0:
             raise ConfigError(f"control_rate: {self.control_rate}; legal: above 0")
+        if not self.reinforcement.controller.eval_every:
+            raise ConfigError(
+                "reinforcement.controller.eval_every: 0; legal: at least 1, for the start is what all "
+                "is compared with"
+            )
         longest, budgets = self.fine_tuning.phase.context, self.reinforcement.environments.harness
         if longest < budgets.context:
             raise ConfigError(
@@ -68,7 +73,7 @@ def post_train(
 
     Args:
       config: what to do.
-      model: model configuration; prediction modules are left alone.
+      model: model configuration, without prediction modules.
       params: to begin with.
       tokenizer: the policy's `tokenizer.json`.
       folder: for everything, a folder in it for each stage.

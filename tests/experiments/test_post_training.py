@@ -96,6 +96,13 @@ def test_demonstrations_must_be_able_to_hold_a_conversation():
         dataclasses.replace(SMOKE, fine_tuning=FineTuningConfig(phase=phase))
 
 
+def test_without_evaluations_there_is_nothing_to_compare():
+    rl = SMOKE.reinforcement
+    without = dataclasses.replace(rl.controller, eval_every=0)
+    with pytest.raises(ConfigError, match=r"reinforcement\.controller\.eval_every: 0; legal"):
+        dataclasses.replace(SMOKE, reinforcement=dataclasses.replace(rl, controller=without))
+
+
 def test_a_result_has_figures_tables_and_words(tmp_path):
     names = (
         "correct", "best_of_group", "effort/turns", "staleness", "entropy", "mismatch",

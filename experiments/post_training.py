@@ -50,8 +50,8 @@ class PostTrainingConfig:
             raise ConfigError(f"control_rate: {self.control_rate}; legal: above 0")
         if not self.reinforcement.controller.eval_every:
             raise ConfigError(
-                "reinforcement.controller.eval_every: 0; legal: at least 1, for the start is what all "
-                "is compared with"
+                "reinforcement.controller.eval_every: 0; legal: at least 1, as all is compared "
+                "with the start"
             )
         longest, budgets = self.fine_tuning.phase.context, self.reinforcement.environments.harness
         if longest < budgets.context:

@@ -103,7 +103,7 @@ def test_the_scripted_demonstration(sandboxes, tmp_path):
     assert status == 0
     lines = shown.splitlines()
     assert lines[0].startswith("task       news/reader.py: ")
-    assert any(line.startswith("turn 1 of 9: 114 tokens read, 14 written ") for line in lines)
+    assert any(line.startswith("turn 1 of 9: 114 tokens read, 36 written ") for line in lines)
     assert "> read_file path='news/page.py'" in lines
     assert "    1|def points(costs):" in lines and "    pass" in lines
     assert "+    return [item + mark for item in costs]" in lines

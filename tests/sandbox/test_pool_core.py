@@ -331,3 +331,14 @@ def test_a_reason_stands():
 def test_bad_limits(field):
     with pytest.raises(ConfigError, match=f"limits.{field}: -1"):
         Limits(**{field: -1})
+
+
+def test_what_a_dead_node_gives_back_is_placed_before_what_was_asked_for_later():
+    core = cluster("m", starting=1)
+    first = ask(core, "1")
+    assert core.place(0.0, CALM) == [first]
+    later = ask(core, "2")
+    core.lost(0.0, "m")
+    core.nodes.add("n")
+    assert core.place(0.0, CALM) == [first]
+    assert (first.state, later.state) == ("placed", "asked")

@@ -195,6 +195,8 @@ class Core:
                 self._enter(now, lease, "asked", node=None)
             else:
                 self.ended(now, lease, "lost")
+        # what comes back has waited longer than what was asked for meanwhile
+        self._queue = {name: x for name, x in self._open.items() if x.state == "asked"}
         return there
 
     def open(self) -> list[Lease]:

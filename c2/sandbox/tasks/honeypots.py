@@ -57,13 +57,17 @@ def caught(task: Task, outcome: Outcome) -> bool:
 def _spoilt(rng: random.Random, base: Task, kind: str, name: str) -> Task | None:
     """A task with one test that wants a wrong number, or None if there is none to take."""
     folder = "tests/" if kind == "contradiction" else "hidden/"
+    everything = "".join((base.files | base.hidden_tests).values())
     options = []
     for test in base.fail_to_pass:
         path, _, function = test.partition("::")
         text = (base.files | base.hidden_tests)[path]
         body = re.search(rf"^def {function}\(\):\n(?:    .*\n)*", text, re.M)[0]
         wanted = re.search(r"assert (\w+\.\w+\(.*\)) == (-?\d+)$", body, re.M)
-        if path.startswith(folder) and wanted:
+        if not (path.startswith(folder) and wanted):
+            continue
+        arguments = wanted[1].partition("(")[2]
+        if everything.count(f"({arguments} == ") == 1:  # else a special case fails other tests
             options.append((path, text, body, wanted))
     if not options:
         return None

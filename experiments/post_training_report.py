@@ -235,7 +235,7 @@ def draw_health(runs: Mapping[str, Mapping[str, Any]], run: Run) -> Figure:
                 panel.plot(*columns[name], color=COLORS[stage], linewidth=1.2, label=WORDS[stage])
         panel.set_title(title, fontsize=9)
         panel.set_ylim(bottom=0)
-    axes[0, 0].legend(fontsize=7)
+    axes[0, 2].legend(fontsize=7)  # staleness is always there
     for panel in axes[1]:
         panel.set_xlabel("step")
     return run.save_figure(

@@ -15,7 +15,7 @@ control with shuffled rewards and one that spends the same compute on more demon
 `mini` trains 2.2 million parameters (1.3 million active per token) on the standard library of the
 running interpreter. Expect the held-out package to fall from 3.8 to about 2.0 bits per byte, on a
 nearly straight line over the logarithm of the tokens, in about 8 minutes on 2 cores. `smoke` runs
-every stage in under three minutes, most of it compilation, and learns next to nothing. `agent`
+every stage in three to four minutes, most of it compilation, and learns next to nothing. `agent`
 takes more than half an hour, and its reinforcement learning has not been seen to raise the pass
 rate yet; `small` is the same for hours.
 """

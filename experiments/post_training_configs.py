@@ -17,7 +17,8 @@ from c2.training.pretrain import PhaseConfig
 from experiments.demonstrations import DemonstrationsConfig
 from experiments.fine_tuning import FineTuningConfig
 from experiments.post_training import PostTrainingConfig
-from experiments.reinforcement import RLConfig, TasksConfig
+from experiments.reinforcement import RLConfig
+from experiments.repair_tasks import TasksConfig
 
 FAMILIES = ("operator", "boundary")
 CONTEXT = 512  # tokens of a conversation

@@ -210,65 +210,28 @@ def mini() -> Config:
 
 def agent() -> Config:
     """Half an hour on two CPU cores: less pretraining, then post-training."""
-    return Config(
-        model=replace(presets.get("tiny_mla_moe"), mtp=1),
-        data=DataConfig(held_out="json", vocab_size=2048),
+    config = mini()
+    steps = {"main": 240, "mtp": 50, "long": 24}
+    return replace(
+        config,
         packages=PackagesConfig(count=9000),
         optimizer=OptimizerConfig(name="muon"),
-        phases=(
-            PhaseConfig(
-                name="main",
-                steps=240,
-                context=256,
-                batch=8,
-                learning_rate=ScheduleConfig(peak=3e-3, warmup_steps=30, final=0.1),
-            ),
-            PhaseConfig(
-                name="mtp",
-                steps=50,
-                context=256,
-                batch=8,
-                learning_rate=ScheduleConfig(peak=3e-3, warmup_steps=10, final=0.2),
-                mtp=MTPConfig(),
-            ),
-            PhaseConfig(
-                name="long",
-                steps=24,
-                context=1024,
-                batch=4,
-                learning_rate=ScheduleConfig(peak=6e-4, decay="linear", final=0.5),
-                yarn=YarnConfig(factor=4.0, original_context=256),
-                mtp=MTPConfig(joint_weight=0.1, into_trunk=True),
-            ),
+        phases=tuple(
+            replace(phase, steps=steps[phase.name])
+            for phase in config.phases
+            if phase.name in steps
         ),
-        bias_update_rate=3e-3,
-        evaluation=EvaluationConfig(windows=(256, 1024)),
-        loop=LoopConfig(log_every=10, eval_every=40, checkpoint_every=100),
         post_training=post_training_configs.mini(),
     )
 
 
 def small() -> Config:
-    """Hours: ten times the tokens, and fine-tuning on real functions before demonstrations."""
-    config = agent()
-    phases = [replace(phase, steps=10 * phase.steps) for phase in config.phases]
+    """Hours: ten times the steps of `mini`, then longer post-training."""
     return replace(
-        config,
-        phases=(*phases, functions_phase(phases[-1])),
+        agent(),
+        phases=tuple(replace(phase, steps=10 * phase.steps) for phase in mini().phases),
         loop=LoopConfig(log_every=10, eval_every=400, checkpoint_every=200),
         post_training=post_training_configs.small(),
-    )
-
-
-def functions_phase(before: PhaseConfig) -> PhaseConfig:
-    """Fine-tuning on instruction and solution pairs made from the corpus, behind another phase."""
-    return replace(
-        before,
-        name="fine_tuning",
-        context=before.context // 2,
-        batch=2 * before.batch,
-        learning_rate=ScheduleConfig(peak=3e-4, decay="linear", final=0.1),
-        data="fine_tuning",
     )
 
 
@@ -285,7 +248,7 @@ def smoke() -> Config:
             learning_rate=replace(phase.learning_rate, warmup_steps=0),
             yarn=phase.yarn and replace(phase.yarn, original_context=64),
         )
-        for phase in (*config.phases, functions_phase(config.phases[-1]))
+        for phase in mini().phases
     ]
     return replace(
         config,

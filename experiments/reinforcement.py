@@ -10,7 +10,6 @@ import json
 import math
 import random
 import time
-from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,7 +26,7 @@ from c2.data import tokenizer as tokenizers
 from c2.data.files import atomic
 from c2.evals.sampling import best_of_k
 from c2.models import ModelConfig, Params
-from c2.records import Effort, Group, Rollout
+from c2.records import Group, Rollout
 from c2.rl import credit
 from c2.rl.calls import use_threads
 from c2.rl.controller import Controller, ControllerConfig
@@ -37,59 +36,21 @@ from c2.rl.inference import Inference
 from c2.rl.inspection import Inspection
 from c2.rl.journal import Journal
 from c2.rl.monitor import group_metrics
-from c2.rl.sampling_weights import OversamplingConfig, kind_weights
 from c2.rl.training import INSPECTED, Training, TrainingConfig
 from c2.rollout.config import EngineConfig
 from c2.rollout.follow import subscribe
 from c2.sandbox.pool.pool import Pool
 from c2.sandbox.protocol import SandboxError, Spec
-from c2.sandbox.tasks import minirepo
-from c2.sandbox.tasks.minirepo.splits import HELD_FAMILIES
 from c2.training.checkpoint import Checkpoints
 from c2.training.metrics import MetricsLog
 from c2.weights import serving
 from c2.weights.store import open_store
+from experiments.repair_tasks import Prompts, TasksConfig, held_out
 from experiments.study import Run
 from experiments.viewer import View, write
 
 Scores = dict[str, dict[str, list[float]]]
 """By split and task, as `c2.rl.evaluation.Evaluation.evaluate` gives them."""
-
-REMEMBERED = 256  # efforts of a kind of tasks that its difficulty is judged by
-
-
-@dataclass(frozen=True, kw_only=True)
-class TasksConfig:
-    """Which tasks there are.
-
-    Attributes:
-      level: difficulty, see `c2.sandbox.tasks.minirepo`.
-      families: kinds of tasks to train on, and to evaluate but for split "family".
-      oversampling: of kinds that turn out to be hard.
-      held_out: splits that are evaluated, see `minirepo.SPLITS`; "train" are new tasks of the
-        distribution that is trained on.
-      held_out_tasks: of each split.
-      seed: of tasks; those of evaluations do not depend on it.
-    """
-
-    level: int = 1
-    families: tuple[str, ...] = minirepo.FAMILIES
-    oversampling: OversamplingConfig = field(default_factory=OversamplingConfig)
-    held_out: tuple[str, ...] = minirepo.SPLITS
-    held_out_tasks: int = 32
-    seed: int = 0
-
-    def __post_init__(self):
-        for name, values, legal in (
-            ("families", self.families, minirepo.FAMILIES),
-            ("held_out", self.held_out, minirepo.SPLITS),
-        ):
-            if unknown := [value for value in values if value not in legal]:
-                raise ConfigError(f"{name}: {unknown[0]!r}; legal: {', '.join(legal)}")
-        if not self.families:
-            raise ConfigError(f"families: none; legal: {', '.join(minirepo.FAMILIES)}")
-        if self.level not in minirepo.LEVELS:
-            raise ConfigError(f"level: {self.level}; legal: {minirepo.LEVELS}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,48 +88,6 @@ class RLConfig:
             )
         if self.samples < 1:
             raise ConfigError(f"samples: {self.samples}; legal: at least 1")
-
-
-class Prompts:
-    """Tasks by their place in the order, each different from all others."""
-
-    def __init__(self, config: TasksConfig, steps: int, groups: int) -> None:
-        self._config, self._total = config, steps * groups
-        self._spent: dict[str, deque[Effort]] = defaultdict(partial(deque, maxlen=REMEMBERED))
-
-    def note(self, task: str, rollout: Rollout) -> None:
-        """Takes note of what a rollout has cost."""
-        self._spent[family(task)].append(rollout.effort)
-
-    def __call__(self, index: int) -> str:
-        """The id of a task."""
-        config, progress = self._config, index / self._total
-        weights = kind_weights(self._spent, config.oversampling, progress)
-        rng = random.Random(f"{config.seed}/{index}")
-        chances = [weights.get(name, 1.0) for name in config.families]
-        (chosen,) = rng.choices(config.families, chances)
-        seed = rng.getrandbits(40)
-        return minirepo.draw(seed, config.level, "train", families=[chosen]).id
-
-
-def held_out(config: TasksConfig) -> dict[str, tuple[str, ...]]:
-    """The ids of the tasks of evaluations, by split.
-
-    They are of the kinds that are trained on, but for "family": of those that never are.
-    """
-    families = (*config.families, *HELD_FAMILIES)
-    return {
-        part: tuple(
-            minirepo.draw(-1 - i, config.level, part, families=families).id
-            for i in range(config.held_out_tasks)
-        )
-        for part in config.held_out
-    }
-
-
-def family(task: str) -> str:
-    """The kind of a task, from its id."""
-    return task.split("/")[1]
 
 
 def assign(groups: Sequence[Group], config: RLConfig) -> credit.Credit:

@@ -26,8 +26,9 @@ from c2.rollout.config import EngineConfig
 from c2.sandbox.protocol import SandboxError
 from c2.sandbox.tasks import minirepo
 from c2.training.metrics import read_rows
-from experiments import reinforcement
-from experiments.reinforcement import Prompts, RLConfig, TasksConfig
+from experiments import reinforcement, repair_tasks
+from experiments.reinforcement import RLConfig
+from experiments.repair_tasks import Prompts, TasksConfig
 from experiments.study import Run
 
 
@@ -42,7 +43,7 @@ def test_tasks_differ_and_do_not_depend_on_what_came_before_unless_asked():
     ids = [Prompts(config, 10, 4)(i) for i in range(40)]
     prompts = Prompts(config, 10, 4)
     assert [prompts(i) for i in reversed(range(40))][::-1] == ids and len(set(ids)) == 40
-    assert {reinforcement.family(task) for task in ids} == {"operator", "constant"}
+    assert {repair_tasks.family(task) for task in ids} == {"operator", "constant"}
     assert all(minirepo.split(minirepo.from_id(task)) == "train" for task in ids[:10])
 
 
@@ -61,7 +62,7 @@ def test_hard_kinds_come_more_often_late_in_training():
 
 
 def test_held_out_tasks_are_of_their_splits():
-    found = reinforcement.held_out(TasksConfig(held_out_tasks=3))
+    found = repair_tasks.held_out(TasksConfig(held_out_tasks=3))
     assert set(found) == set(minirepo.SPLITS)
     for part, ids in found.items():
         assert [minirepo.split(minirepo.from_id(task)) for task in ids] == [part] * 3

@@ -7,7 +7,7 @@ solution, which they make anew from the task's seed; it is nowhere in what a mod
 import difflib
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 from c2.sandbox.tasks.minirepo.generate import slip, solve
@@ -38,13 +38,7 @@ def expert(
       test_before: whether it looks at the failing test before its first edit.
       test_after: whether it runs the tests at the end.
     """
-    for path, calls in _edits_by_file(task, style):
-        yield Call("read_file", {"path": path})
-        if test_before:
-            yield Call("run_tests")
-            test_before = False
-        for call in calls:  # noqa: UP028 - a list can't be sent the answers
-            yield call
+    yield from _rewrite(task.files, solve(task), style=style, read=True, test=test_before)
     if test_after:
         yield Call("run_tests")
 
@@ -76,8 +70,8 @@ def careless(
         yield Call("grep", {"pattern": f"def {name}"})
     yield from _rewrite(task.files, wrong or right, read=True, test=test_before)
     if rng.random() < tests:
-        yield Call("run_tests")
-        if wrong and rng.random() < repairs:
+        answer = yield Call("run_tests")
+        if wrong and answer != "pass" and rng.random() < repairs:
             yield from _rewrite(wrong, right)
             yield Call("run_tests")
 
@@ -89,7 +83,9 @@ def weak(task: Task) -> Policy:
     level 4. It guesses digits, always wrongly, so it fails on families "constant" and "config".
     Everything else it solves.
     """
-    path, (edit, *_) = next(iter(_edits_by_file(task, "lines")))
+    solution = solve(task)
+    path = next(path for path, text in solution.items() if text != task.files[path])
+    edit, *_ = edits(task.files[path], solution[path], path, "lines")
     yield Call("read_file", {"path": path})
     if task.family in GUESSED:
         text = edit.arguments["text"].translate(str.maketrans("123456789", "234567891"))
@@ -142,7 +138,12 @@ def _matching_edit(path: str, lines: list[str], start: int, end: int, text: list
 
 
 def _rewrite(
-    old: Mapping[str, str], new: Mapping[str, str], *, read: bool = False, test: bool = False
+    old: Mapping[str, str],
+    new: Mapping[str, str],
+    *,
+    style: Style = "lines",
+    read: bool = False,
+    test: bool = False,
 ) -> Policy:
     """Turns files into others; with `test` the tests are run before the first edit."""
     for path, text in new.items():
@@ -153,11 +154,5 @@ def _rewrite(
         if test:
             yield Call("run_tests")
             test = False
-        for call in edits(old[path], text, path, "lines"):  # noqa: UP028 - as above
+        for call in edits(old[path], text, path, style):  # noqa: UP028 - can't be sent answers
             yield call
-
-
-def _edits_by_file(task: Task, style: Style) -> Iterator[tuple[str, list[Call]]]:
-    for path, text in solve(task).items():
-        if text != task.files[path]:
-            yield path, edits(task.files[path], text, path, style)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from c2.agent.agents import Script
 from c2.agent.demonstrations import demonstrate
 from c2.config import ConfigError
 from c2.data import store
@@ -40,6 +41,7 @@ class DemonstrationsConfig:
       test_before: how often it runs the tests before it edits.
       test_after: how often it runs them after.
       repairs: how often it repairs a mistake that they have shown.
+      together: how often it makes calls in one turn that need not wait for each other.
       others: what tokens that the agent did not write count; its own count 1.
       seed: of tasks and habits.
     """
@@ -51,13 +53,14 @@ class DemonstrationsConfig:
     test_before: float = 0.1
     test_after: float = 0.6
     repairs: float = 0.5
+    together: float = 0.0
     others: float = 0.1
     seed: int = 0
 
     def __post_init__(self):
         if self.count < 1:
             raise ConfigError(f"count: {self.count}; legal: at least 1")
-        for name in ("slips", "test_before", "test_after", "repairs", "others"):
+        for name in ("slips", "test_before", "test_after", "repairs", "together", "others"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name}: {getattr(self, name)}; legal: 0 to 1")
         if unknown := [name for name in self.families if name not in minirepo.FAMILIES]:
@@ -69,12 +72,19 @@ class DemonstrationsConfig:
 def write_packages(path: Path, count: int) -> None:
     """Writes generated packages without faults, as a source of documents: a zip archive.
 
-    Many of them share a file, as short ones would be taken for near duplicates of each other.
+    A text before each file says how an agent would look at it and change it, so that such calls are
+    tokenised in few tokens, too. Many packages share a file, as short ones would be taken for near
+    duplicates of each other.
     """
     with atomic(path) as temporary, zipfile.ZipFile(temporary, "w") as archive:
         for first in range(0, count, PER_FILE):
             found = [minirepo.sound(seed) for seed in range(first, min(first + PER_FILE, count))]
-            text = "\n".join(code for files in found for code in files.values() if code)
+            text = "\n".join(
+                f'"""\nread_file {name}\nedit_lines {name}\nrun_tests\n"""\n{code}'
+                for files in found
+                for name, code in files.items()
+                if code
+            )
             archive.writestr(zipfile.ZipInfo(f"packages/{first:06d}.py"), text)
 
 
@@ -105,8 +115,8 @@ def make_store(
         for _ in range(config.count)
     ]
 
-    def script(task: Task) -> policies.Policy:
-        return policies.careless(
+    def script(task: Task) -> Script:
+        policy = policies.careless(
             task,
             rng,
             slips=config.slips,
@@ -114,6 +124,7 @@ def make_store(
             repairs=config.repairs,
             test_before=rng.random() < config.test_before,
         )
+        return policies.together(policy, rng, config.together) if config.together else policy
 
     links = demonstrate(
         tasks, script, tokenizer, syntax=environments.syntax, tools=environments.tools,

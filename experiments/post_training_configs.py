@@ -20,27 +20,30 @@ from experiments.post_training import PostTrainingConfig
 from experiments.reinforcement import RLConfig
 from experiments.repair_tasks import TasksConfig
 
-FAMILIES = ("operator", "boundary")
-CONTEXT = 512  # tokens of a conversation
+FAMILIES = ("operator", "name", "boundary")
+LEVEL = 0  # packages of one function
+CONTEXT = 448  # tokens of a conversation
 
 
 def mini() -> PostTrainingConfig:
-    """Half an hour on two CPU cores, for about two million parameters.
+    """A quarter of an hour on two CPU cores, for about a million parameters.
 
-    The expert of the demonstrations makes mistakes in most of its first edits, does not always look
-    at the tests, and gives up half of the times when they fail; who does as it does solves less
-    than a policy could that has learned the same edits. Whether rewards bring that out is what is
-    asked; they do not teach edits that nobody has shown.
+    The expert of the demonstrations makes mistakes in most of its first edits, often does not look
+    at the tests, and mostly gives up when they fail; who does as it does solves less than a policy
+    could that has learned the same edits. Whether rewards bring that out is what is asked; they do
+    not teach edits that nobody has shown.
     """
     return PostTrainingConfig(
-        demonstrations=DemonstrationsConfig(count=3000, families=FAMILIES),
+        demonstrations=DemonstrationsConfig(
+            count=5000, level=LEVEL, families=FAMILIES, slips=0.95, test_after=0.45, repairs=0.2
+        ),
         fine_tuning=FineTuningConfig(
             phase=PhaseConfig(
                 name="demonstrations",
-                steps=300,
+                steps=160,
                 context=CONTEXT,
-                batch=8,
-                learning_rate=ScheduleConfig(peak=3e-3, warmup_steps=30, final=0.1),
+                batch=10,
+                learning_rate=ScheduleConfig(peak=6e-3, warmup_steps=16, final=0.1),
                 data="fine_tuning",
             ),
             optimizer=OptimizerConfig(name="muon"),
@@ -49,19 +52,21 @@ def mini() -> PostTrainingConfig:
         ),
         reinforcement=RLConfig(
             controller=ControllerConfig(
-                schedule=Schedule(steps=24, groups=8, group=8, slots=64, staleness=1), eval_every=24
+                schedule=Schedule(steps=24, groups=16, group=8, slots=128, staleness=1),
+                eval_every=24,
             ),
             training=TrainingConfig(
                 objective=PolicyGradientConfig(tokens_per_rollout=64),
-                optimizer=OptimizerConfig(weight_decay=0.0),
-                learning_rate=ScheduleConfig(peak=1e-4, warmup_steps=2, decay="constant"),
+                optimizer=OptimizerConfig(weight_decay=0.0, clip_norm=0.1),
+                learning_rate=ScheduleConfig(peak=3e-4, warmup_steps=2, decay="linear"),
                 context=CONTEXT,
-                rows=4,
+                rows=8,
                 checkpoint_every=5,
             ),
+            # few slots: most conversations wait for their tools
             engine=EngineConfig(
-                slots=64, capacity=CONTEXT, prefill_rows=8, prefill_chunk=64, steps=8,
-                prefix_entries=64,
+                slots=32, capacity=CONTEXT, prefill_rows=8, prefill_chunk=32, steps=8,
+                prefix_entries=128,
             ),
             environments=EnvironmentConfig(
                 harness=HarnessConfig(
@@ -73,10 +78,11 @@ def mini() -> PostTrainingConfig:
                 pool=PoolConfig(backend="zygote", limits=Limits(cpu_pressure=100.0)),
             ),
             tasks=TasksConfig(
-                families=FAMILIES, held_out=("combination", "template", "family"), held_out_tasks=12
+                level=LEVEL, families=FAMILIES, held_out=("combination", "template", "family"),
+                held_out_tasks=12,
             ),
             samples=8,
-            eval_slots=64,
+            eval_slots=128,
         ),
     )  # fmt: skip
 
@@ -88,7 +94,7 @@ def small() -> PostTrainingConfig:
     families = tuple(name for name in TasksConfig().families if name != "arguments")
     return replace(
         config,
-        demonstrations=DemonstrationsConfig(count=20_000, families=families),
+        demonstrations=replace(config.demonstrations, count=20_000, level=1, families=families),
         fine_tuning=replace(
             config.fine_tuning, phase=replace(config.fine_tuning.phase, steps=3000)
         ),
@@ -96,10 +102,13 @@ def small() -> PostTrainingConfig:
             rl,
             controller=replace(
                 rl.controller,
-                schedule=replace(rl.controller.schedule, steps=300, groups=16),
+                schedule=replace(rl.controller.schedule, steps=300),
                 eval_every=50,
             ),
-            tasks=replace(rl.tasks, families=families, held_out_tasks=64),
+            training=replace(
+                rl.training, learning_rate=replace(rl.training.learning_rate, peak=1e-4)
+            ),
+            tasks=replace(rl.tasks, level=1, families=families, held_out_tasks=64),
         ),
     )
 

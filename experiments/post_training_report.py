@@ -1,5 +1,6 @@
 """What post-training found: curves over steps, held-out scores of every stage, and claims."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,7 +48,9 @@ class Mean(NamedTuple):
     @property
     def errors(self) -> float:
         """How many standard errors the mean is above 0; none for a mean of 0."""
-        return self.value / self.error if self.value else 0.0
+        if not self.value:
+            return 0.0
+        return self.value / self.error if self.error else math.copysign(math.inf, self.value)
 
 
 def worth(scores: Scores, k: int) -> dict[str, float]:

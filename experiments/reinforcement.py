@@ -137,6 +137,7 @@ def train(
     Returns:
       Scores by version.
     """
+    folder, tokenizer = folder.absolute(), tokenizer.absolute()  # services may be anywhere
     start, store = folder / "start", str(folder / "weights")
     with_params = Checkpoints(start)
     if with_params.latest() is None:
@@ -201,6 +202,7 @@ def evaluate(
       folder: where the scores are kept.
       run: where services are started.
     """
+    folder, tokenizer = folder.absolute(), tokenizer.absolute()  # services may be anywhere
     path = folder / "scores.json"
     if path.exists():
         return json.loads(path.read_text())

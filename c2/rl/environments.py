@@ -13,7 +13,8 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,7 @@ from c2.sandbox.tools.outside import TodoList
 from c2.sandbox.tools.toolset import ToolsConfig, Toolset
 
 _LOG = logging.getLogger(__name__)
+VERDICTS = 256  # repositories whose grades are remembered
 GRACE_S = 60.0  # that a sandbox lives longer than a conversation, for its files to be read
 
 
@@ -147,6 +149,7 @@ class Environments:
             env={"PYTHONDONTWRITEBYTECODE": "1"},
         )
         self._pool = Pool(config.pool)
+        self._verdicts: OrderedDict[Any, Outcome] = OrderedDict()
         if config.ready:
             self._pool.keep_ready(self._spec, config.ready)
 
@@ -270,9 +273,21 @@ class Environments:
                 return _infrastructure(str(lost))
             except SandboxError as error:
                 return _infrastructure(str(error))
-            return grade.grade(task, files, grade.in_sandbox(self._pool, self._spec))
+            return self._verdict(task, files)
 
         return await asyncio.to_thread(graded)
+
+    def _verdict(self, task: Task, files: Mapping[str, str]) -> Outcome:
+        """The grade of a repository, once for all rollouts of a group that end in the same one."""
+        key = task.id, frozenset(files.items())
+        known = self._verdicts.get(key)
+        if known is None:
+            known = grade.grade(task, files, grade.in_sandbox(self._pool, self._spec))
+            if known.kind != "infrastructure_failure":
+                self._verdicts[key] = known
+            if len(self._verdicts) > VERDICTS:
+                self._verdicts.popitem(last=False)
+        return known
 
 
 def _load(kept: RolloutFolder) -> Checkpoint | Rollout | None:

@@ -92,7 +92,7 @@ def test_the_control_goes_on_for_as_many_tokens():
 
 def test_demonstrations_must_be_able_to_hold_a_conversation():
     phase = dataclasses.replace(SMOKE.fine_tuning.phase, context=64)
-    with pytest.raises(ConfigError, match=r"fine_tuning\.phase\.context: 64; legal: .*= 512"):
+    with pytest.raises(ConfigError, match=r"fine_tuning\.phase\.context: 64; legal: .*= 448"):
         dataclasses.replace(SMOKE, fine_tuning=FineTuningConfig(phase=phase))
 
 

@@ -55,7 +55,7 @@ def test_the_base_fails_exactly_what_it_should_and_the_expert_solves_it(family, 
     for seed in SEEDS:
         task = task_of(seed, family, level)
         assert failures(task, task.files) == set(task.fail_to_pass)
-        assert task.pass_to_pass
+        assert task.pass_to_pass or level == 0  # there is nothing else to break
         hidden = [name for name in task.fail_to_pass if name.startswith("hidden/")]
         shown = [name for name in task.fail_to_pass if name.startswith("tests/")]
         assert len(hidden) >= 3 and shown
@@ -142,7 +142,7 @@ def test_repositories_are_small_and_grow_with_the_level(level):
             assert len(text.splitlines()) <= 40 and len(text) <= 1000
         assert all(len(line) <= 100 for text in package.values() for line in text.splitlines())
         modules = [path for path in package if not path.endswith(("__init__.py", "config.py"))]
-        assert len([path for path in modules if path.endswith(".py")]) == level
+        assert len([path for path in modules if path.endswith(".py")]) == max(level, 1)
         assert len(task.prompt) <= 200 and "\n" not in task.prompt
         fixed = solve(task)
         edits = sum(

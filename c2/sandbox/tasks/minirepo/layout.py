@@ -14,7 +14,7 @@ from c2.sandbox.tasks.minirepo.templates import (
     Template,
 )
 
-LEVELS = (1, 2, 3, 4)
+LEVELS = (0, 1, 2, 3, 4)
 NUMERIC = ("number", "count")
 _FILLERS = ("DEPTH", "SPEED", "COLOR")
 
@@ -55,8 +55,9 @@ def eligible(family: str, template: Template, in_caller: bool = False) -> bool:
 def draw(rng: random.Random, family: str, level: int, held: Sequence[str]) -> Layout:
     """A package for a task.
 
-    Level 1 has one module, 2 a caller in a second one, 3 a chain of three modules of which only the
-    end has visible tests, 4 two targets below one function, which alone has visible tests.
+    Level 0 has one function, or one and its caller; 1 another one beside it, 2 a caller in a second
+    module, 3 a chain of three modules of which only the end has visible tests, 4 two targets below
+    one function, which alone has visible tests.
 
     Args:
       rng: draws everything.
@@ -80,7 +81,7 @@ def draw(rng: random.Random, family: str, level: int, held: Sequence[str]) -> La
     bystanders = []
     plain = [t for t in TEMPLATES.values() if t.key not in (*held, *(t.key for t in templates))]
     rng.shuffle(plain)
-    for module in modules[: (1, 1, 3, 4)[level - 1]]:
+    for module in modules[: (0, 1, 1, 3, 4)[level]]:
         bystanders.append(_instance(rng, plain.pop(), module, ()))
     functions = [*leaves, *callers, *bystanders]
     rng.shuffle(functions)
@@ -156,7 +157,7 @@ def _callers(
 ) -> list[Function]:
     """Functions that call the leaves, the outermost last."""
     prefixes = rng.sample(CALLERS, 4)
-    if level == 1:
+    if level <= 1:
         inside = family in ("rename", "arguments")
         return [_caller(rng, prefixes.pop(), modules[0], leaves)] if inside else []
     if level == 2:

@@ -7,7 +7,7 @@ solution, which they make anew from the task's seed; it is nowhere in what a mod
 import difflib
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import Literal
 
 from c2.sandbox.tasks.minirepo.generate import slip, solve
@@ -76,6 +76,37 @@ def careless(
             yield Call("run_tests")
 
 
+def together(
+    policy: Policy, rng: random.Random, share: float
+) -> Generator[list[Call], list[str], None]:
+    """An agent that makes calls in one turn where one need not wait for the answer of another.
+
+    Those are the tests behind an edit or behind a file that is read, and edits in a row.
+
+    Args:
+      policy: `expert` or `careless`, which heed no answers but those of tests.
+      rng: decides about habits.
+      share: how often calls that can be joined are.
+    """
+
+    def after(answer: str) -> Call | None:
+        try:
+            return policy.send(answer)
+        except StopIteration:
+            return None
+
+    turn, call = [], next(policy, None)
+    while call is not None:
+        turn.append(call)
+        heeded = call.name == "run_tests"
+        following = None if heeded else after("")
+        if following and _joins(call, following) and rng.random() < share:
+            call = following
+            continue
+        answers = yield turn
+        turn, call = [], after(answers[-1]) if heeded else following
+
+
 def weak(task: Task) -> Policy:
     """An agent that makes one edit and never runs a test.
 
@@ -91,6 +122,12 @@ def weak(task: Task) -> Policy:
         text = edit.arguments["text"].translate(str.maketrans("123456789", "234567891"))
         edit = Call(edit.name, edit.arguments | {"text": text})
     yield edit
+
+
+def _joins(first: Call, second: Call) -> bool:
+    """Whether two calls that follow each other can be made in one turn."""
+    edits = first.name.startswith("edit_") and second.name.startswith("edit_")
+    return edits or second.name == "run_tests"
 
 
 def _function(task: Task) -> str | None:

@@ -65,7 +65,7 @@ def mini() -> PostTrainingConfig:
             ),
             # few slots: most conversations wait for their tools
             engine=EngineConfig(
-                slots=32, capacity=CONTEXT, prefill_rows=8, prefill_chunk=32, steps=8,
+                slots=16, capacity=CONTEXT, prefill_rows=8, prefill_chunk=32, steps=8,
                 prefix_entries=128,
             ),
             environments=EnvironmentConfig(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, TaskCancelledError
+from ray.exceptions import ObjectLostError, RayActorError, RayError, TaskCancelledError
 
 from c2.rl.calls import LostError, use_threads
 
@@ -52,7 +52,7 @@ class RayHandle:
         answer = self._actor.call.remote(method, args)
         try:
             return await answer
-        except RayActorError as error:
+        except (RayActorError, ObjectLostError) as error:  # a long answer is lost with its node
             self._actor = None
             raise LostError(f"{self._name}: {_first_line(error)}") from None
         except TaskCancelledError:

@@ -1,5 +1,7 @@
 """Where the services of reinforcement learning run: the value of `--services`."""
 
+import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +24,7 @@ def launcher(kind: str, workdir: Path) -> Callable[[], Launcher]:
       workdir: of the run.
 
     Raises:
-      ConfigError: if Ray is not installed.
+      ConfigError: if Ray is not installed, or no cluster answers at RAY_ADDRESS.
     """
     if kind == "inside":
         return InProcess
@@ -36,8 +38,25 @@ def launcher(kind: str, workdir: Path) -> Callable[[], Launcher]:
     except ImportError as error:
         raise ConfigError(f"--services=ray needs `pip install -e .[ray]`: {error}") from error
 
+    _check_address(os.environ.get("RAY_ADDRESS", ""))
+
     def on_ray() -> Launcher:
-        ray.init(ignore_reinit_error=True)
+        # else all that Ray finds in log files, also old ones of others, disturbs the progress
+        ray.init(ignore_reinit_error=True, log_to_driver=False)
         return RayLauncher(str(workdir.absolute()))
 
     return on_ray
+
+
+def _check_address(address: str) -> None:
+    """Sees at once what Ray would try for minutes, after the stages that need no services."""
+    if address in ("", "auto", "local"):
+        return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"RAY_ADDRESS: no cluster answers at {address!r} ({error}); legal: HOST:PORT of one "
+            "that runs, or unset to start one here"
+        ) from error

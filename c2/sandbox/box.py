@@ -30,9 +30,9 @@ class Box:
       network: what goes to the gate: its first policy and its labels; empty without network.
     """
 
-    def __init__(self, name: str, folder: Path, deadline_s: float, ttl_s: float) -> None:
+    def __init__(self, name: str, folder: str, deadline_s: float, ttl_s: float) -> None:
         self.name = name
-        self.upper = folder / "upper"
+        self.upper = f"{folder}/upper"
         self.start: Start | None = None
         self.client: socket.socket | None = None
         self.reason: str | None = None
@@ -59,10 +59,10 @@ class Box:
             memory + disk + more_memory, int(resources["pids"]) + more_pids, resources["cpus"]
         )
         self._group = cgroups.create(trees, self.name, limits)
-        os.makedirs(self._folder)
+        os.mkdir(self._folder)
         options = f"size={disk},nr_inodes={max(1024, disk // MIB * FILES_PER_MIB)},mode=755"
         linux.mount("c2", self._folder, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, options)
-        work, place = self._folder / "work", self._folder / "place"
+        work, place = f"{self._folder}/work", f"{self._folder}/place"
         for path in (self.upper, work, place):
             os.mkdir(path)
             if ids:
@@ -80,13 +80,13 @@ class Box:
             )  # fmt: skip
 
     def _put(self, path: str, text: str, ids: tuple[int, int] | None) -> None:
-        place = self.upper
+        place = Path(self.upper)
         for part in path.strip("/").split("/")[:-1]:
             place = place / part
             place.mkdir(exist_ok=True)
             if ids:
                 os.chown(place, *ids)
-        place = self.upper / path.strip("/")
+        place = Path(self.upper, path.strip("/"))
         place.write_text(text)
         if ids:
             os.chown(place, *ids)
@@ -105,10 +105,10 @@ class Box:
         if self.client:
             self.client.close()
         self._errors.close()
-        if self._folder.exists():
-            with contextlib.suppress(OSError):  # not mounted yet
-                linux.unmount(self._folder)
-            self._folder.rmdir()
+        with contextlib.suppress(OSError):  # not mounted yet
+            linux.unmount(self._folder)
+        with contextlib.suppress(FileNotFoundError):
+            os.rmdir(self._folder)
         return self._group is None or self._group.remove()
 
     def limit(self, deadline_s: float, ttl_s: float) -> None:

@@ -175,8 +175,10 @@ class Bwrap(Served):
     def close(self, handle: Handle) -> None:
         """As `protocol.Backend.close`."""
         if sandbox := self._sandboxes.pop(handle.id, None):
-            sandbox.client.close()
-            self._node.ask("close", sandbox=handle.id)
+            try:
+                self._node.ask("close", sandbox=handle.id)
+            finally:
+                sandbox.client.close()  # not before, or its server would wake up to end itself
 
     def shutdown(self) -> None:
         """As `protocol.Backend.shutdown`."""

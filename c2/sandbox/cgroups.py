@@ -4,6 +4,7 @@ Every machine has them in another shape: version 1 (a tree for each controller),
 tree), or both ("hybrid"). A controller is taken from wherever it is.
 """
 
+import contextlib
 import dataclasses
 import errno
 import os
@@ -93,14 +94,26 @@ def find(mounts: str | None = None, own: str | None = None) -> Trees:
 
 @dataclass(frozen=True)
 class Group:
-    """The group of one sandbox."""
+    """The group of one sandbox.
 
-    trees: Trees
+    Attributes:
+      v1, v2, v2_controllers: as those of `Trees`, but the folders as text: sandboxes start by the
+        hundred, and this takes a fraction of the time.
+    """
+
+    v1: dict[str, str]
+    v2: str | None
+    v2_controllers: frozenset[str]
+
+    @property
+    def folders(self) -> list[str]:
+        """All folders of it."""
+        return [*dict.fromkeys(self.v1.values()), *([self.v2] if self.v2 else [])]
 
     def attach(self, pid: int) -> None:
         """Moves a process in; what it starts from then on is in the group too."""
-        for folder in self.trees.folders():
-            (folder / "cgroup.procs").write_text(str(pid))
+        for folder in self.folders:
+            _write(f"{folder}/cgroup.procs", pid)
 
     def doors(self) -> list[int]:
         """Descriptors through which a process of one thread moves itself in by writing "0".
@@ -108,48 +121,48 @@ class Group:
         Its right to do so is that of the caller. In version 1 this takes much less time than
         `attach`, for which the kernel stops all forks.
         """
-        v1, v2 = dict.fromkeys(self.trees.v1.values()), self.trees.v2
-        files = [*(folder / "tasks" for folder in v1), *([v2 / "cgroup.procs"] if v2 else [])]
+        files = [f"{folder}/tasks" for folder in dict.fromkeys(self.v1.values())]
+        files += [f"{self.v2}/cgroup.procs"] if self.v2 else []
         return [os.open(file, os.O_WRONLY | os.O_CLOEXEC) for file in files]
 
     def oom_kills(self) -> int:
         """How many of its processes were killed because the memory was used up."""
-        if folder := self.trees.v1.get("memory"):
-            return _entry(folder / "memory.oom_control", "oom_kill")
-        return _entry(self.trees.v2 / "memory.events", "oom_kill")
+        if folder := self.v1.get("memory"):
+            return _entry(f"{folder}/memory.oom_control", "oom_kill")
+        return _entry(f"{self.v2}/memory.events", "oom_kill")
 
     def freeze(self, frozen: bool) -> None:
         """Stops all processes where they are, or lets them go on."""
-        if folder := self.trees.v1.get("freezer"):
+        if folder := self.v1.get("freezer"):
             _write(f"{folder}/freezer.state", "FROZEN" if frozen else "THAWED")
-        elif self.trees.v2:
-            _write(f"{self.trees.v2}/cgroup.freeze", int(frozen))
+        elif self.v2:
+            _write(f"{self.v2}/cgroup.freeze", int(frozen))
 
     def is_frozen(self) -> bool:
         """Whether all processes stand still."""
-        if folder := self.trees.v1.get("freezer"):
-            return (folder / "freezer.state").read_text().strip() == "FROZEN"
-        return _entry(self.trees.v2 / "cgroup.events", "frozen") == 1
+        if folder := self.v1.get("freezer"):
+            return _read(f"{folder}/freezer.state").strip() == "FROZEN"
+        return _entry(f"{self.v2}/cgroup.events", "frozen") == 1
 
     def memory(self) -> int:
         """Bytes that its processes and their files take."""
-        if folder := self.trees.v1.get("memory"):
-            return int((folder / "memory.usage_in_bytes").read_text())
-        return int((self.trees.v2 / "memory.current").read_text())
+        if folder := self.v1.get("memory"):
+            return int(_read(f"{folder}/memory.usage_in_bytes"))
+        return int(_read(f"{self.v2}/memory.current"))
 
     def remove(self) -> bool:
         """Removes the folders; False if a process is still in one of them."""
-        return all([remove(folder) for folder in self.trees.folders()])
+        return all([remove(folder) for folder in self.folders])
 
 
 def create(trees: Trees, name: str, limits: Limits) -> Group:
     """Makes a group below `trees`."""
-    group = Trees(
-        {controller: folder / name for controller, folder in trees.v1.items()},
-        trees.v2 and trees.v2 / name,
+    group = Group(
+        {controller: f"{folder}/{name}" for controller, folder in trees.v1.items()},
+        trees.v2 and f"{trees.v2}/{name}",
         trees.v2_controllers,
     )
-    for folder in group.folders():
+    for folder in group.folders:
         os.mkdir(folder)
     quota = max(1000, int(limits.cpus * PERIOD_US))
     if folder := group.v1.get("memory"):
@@ -159,8 +172,7 @@ def create(trees: Trees, name: str, limits: Limits) -> Group:
     if folder := group.v1.get("pids"):
         _write(f"{folder}/pids.max", limits.pids)
     if folder := group.v1.get("cpu"):
-        _write(f"{folder}/cpu.cfs_period_us", PERIOD_US)
-        _write(f"{folder}/cpu.cfs_quota_us", quota)
+        _write(f"{folder}/cpu.cfs_quota_us", quota)  # of a period, which is 100 ms in a new group
     if "memory" in group.v2_controllers:
         _write(f"{group.v2}/memory.max", limits.memory)
         if os.path.exists(swap := f"{group.v2}/memory.swap.max"):
@@ -169,14 +181,21 @@ def create(trees: Trees, name: str, limits: Limits) -> Group:
         _write(f"{group.v2}/pids.max", limits.pids)
     if "cpu" in group.v2_controllers:
         _write(f"{group.v2}/cpu.max", f"{quota} {PERIOD_US}")
-    return Group(group)
+    return group
 
 
-def remove(folder: Path) -> bool:
+def remove(folder: Path | str) -> bool:
     """Removes a group and all below it; False if one of them is still in use."""
     if _rmdir(folder):
         return True
     return all([_rmdir(path) for path, _, _ in os.walk(folder, topdown=False)])
+
+
+def thaw(folder: Path) -> None:
+    """Lets go on what was stopped in a group or below: in version 1 not even SIGKILL ends it."""
+    for file in folder.rglob("freezer.state"):
+        with contextlib.suppress(OSError):  # another process removes it
+            _write(str(file), "THAWED")
 
 
 def _rmdir(folder: Path | str) -> bool:
@@ -223,8 +242,13 @@ def _delegate(folder: Path, wanted: frozenset[str]) -> frozenset[str]:
     return there
 
 
-def _entry(file: Path, name: str) -> int:
-    for line in file.read_text().splitlines():
+def _read(file: str) -> str:
+    with open(file) as opened:
+        return opened.read()
+
+
+def _entry(file: str, name: str) -> int:
+    for line in _read(file).splitlines():
         key, _, value = line.partition(" ")
         if key == name:
             return int(value)

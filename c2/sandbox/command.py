@@ -25,8 +25,8 @@ class Parts:
 
     root: roots.Root
     layers: Sequence[Path]
-    upper: Path
-    work: Path
+    upper: str
+    work: str
     shm_bytes: int
     seccomp: int
     info: int
@@ -48,7 +48,7 @@ def arguments(parts: Parts) -> list[str]:
     ]  # fmt: skip
     for folder in (parts.root.base, *parts.layers):
         arguments += ["--overlay-src", str(folder)]
-    arguments += ["--overlay", str(parts.upper), str(parts.work), "/"]
+    arguments += ["--overlay", parts.upper, parts.work, "/"]
     # An image need not have these.
     arguments += ["--dir", WORKDIR, "--dir", roots.HOME, "--perms", "1777", "--dir", "/tmp"]
     for here, inside in parts.root.binds:

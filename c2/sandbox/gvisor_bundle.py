@@ -32,14 +32,14 @@ def config(parts: Parts, empty: Path) -> dict[str, Any]:
         ("/dev/fuse", "bind", str(empty), ["ro"]),
         ("/dev/shm", "tmpfs", "tmpfs", ["nosuid", "nodev", f"size={parts.shm_bytes}", "mode=1777"]),
         # Named, because gVisor would put a file system without a limit there.
-        ("/tmp", "bind", str(parts.place / "tmp"), ["rw"]),
+        ("/tmp", "bind", f"{parts.place}/tmp", ["rw"]),
         *((inside, "bind", here, ["ro", "rbind"]) for here, inside in parts.root.binds),
     ]
     limits = {"RLIMIT_CORE": 0, "RLIMIT_NPROC": int(parts.resources["pids"])}
     return {
         "ociVersion": "1.0.0",
         "hostname": roots.HOST,
-        "root": {"path": str(parts.place), "readonly": False},
+        "root": {"path": parts.place, "readonly": False},
         "mounts": [dict(zip(MOUNT, mount, strict=True)) for mount in mounts],
         "process": {
             "user": {"uid": roots.USER, "gid": roots.GROUP},

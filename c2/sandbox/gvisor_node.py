@@ -67,7 +67,7 @@ class Node(node.Node):
             if process.returncode:
                 why = " ".join(words.partition("goroutine")[0].split())[:WORDS]
                 raise SandboxError(why or "runsc gave no reason")
-            layer = self._store.add(str(box.upper), "/")["layer"]
+            layer = self._store.add(box.upper, "/")["layer"]
         except (SandboxError, CopyError, OSError) as error:
             shutil.rmtree(folder)
             self._reply(number, error=f"checkpoint: {error}")

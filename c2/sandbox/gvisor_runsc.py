@@ -61,8 +61,8 @@ class Runsc:
         linux.mount("overlay", parts.place, "overlay", linux.MS_NOSUID | linux.MS_NODEV, options)
         folders = FOLDERS | dict.fromkeys((shown for _, shown in parts.root.binds), 0o755)
         for path, mode in folders.items():
-            _make_folder(parts.place / path[1:], mode, self._owner)
-        bundle = parts.upper.parent / "bundle"
+            _make_folder(Path(parts.place, path[1:]), mode, self._owner)
+        bundle = Path(parts.upper).parent / "bundle"
         bundle.mkdir()
         settings = config(parts, self._place / "empty")
         (bundle / "config.json").write_text(json.dumps(settings))
@@ -71,7 +71,7 @@ class Runsc:
         method, params = ("resume", {"restored": True}) if self._saved else ("ping", {})
         hello = {"jsonrpc": "2.0", "id": 0, "method": method, "params": params}
         parts.client.sendall(encode(hello))
-        name = f"{self._place.name}-{parts.upper.parent.name}"
+        name = f"{self._place.name}-{bundle.parent.name}"
         verb = ["restore", f"--image-path={self._saved}"] if self._saved else ["run"]
         doors = parts.group.doors()
         try:

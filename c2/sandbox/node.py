@@ -75,8 +75,11 @@ def sweep() -> None:
 def remove_traces(name: str) -> None:
     """Removes the control groups and the folder of a node whose sandboxes have ended, or will."""
     patience = time.monotonic() + END_S
-    for folder in cgroups.find().folders():
-        while not cgroups.remove(folder / name) and time.monotonic() < patience:
+    groups = [folder / name for folder in cgroups.find().folders()]
+    for group in groups:
+        cgroups.thaw(group)  # it may have been killed while it copied files
+    for group in groups:
+        while not cgroups.remove(group) and time.monotonic() < patience:
             time.sleep(0.01)
     shutil.rmtree(Path(tempfile.gettempdir(), name), ignore_errors=True)
 
@@ -103,6 +106,7 @@ class Node:
         self._trees = trees.below(name)
         linux.private_mounts()
         linux.mount("c2", self._place, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "mode=755")
+        (self._place / "boxes").mkdir()
         self._root = roots.make(self._place, self._ids)
         self._walls = self._walls_of(walls)
         self._store = Store(self._place / "layers", self._ids, roots.mount_points(self._root))
@@ -222,7 +226,7 @@ class Node:
         name = str(self._count)
         folders = self._store.use(name, layers if image is None else [image, *layers])
         root = self._root if image is None else roots.of_image(self._root, folders.pop(0))
-        box = Box(name, self._place / "boxes" / name, deadline_s, ttl_s)
+        box = Box(name, f"{self._place}/boxes/{name}", deadline_s, ttl_s)
         box.network = network or {}
         try:
             files = self._gate_files() if network else {}
@@ -336,7 +340,7 @@ class Node:
         if box is None:
             raise SandboxError(f"sandbox {sandbox} is gone")
         with box.frozen():
-            return self._store.add(str(box.upper), "/")
+            return self._store.add(box.upper, "/")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,8 @@ def make(folder: Path, owner: tuple[int, int] | None) -> Root:
       owner: user and group, on this machine, that the sandboxes run as; None for the caller.
     """
     base, server = folder / "base", folder / "server"
-    for name in ("proc", "dev", "run/c2", "usr", "etc", "var/tmp", "tmp", "root", "work", HOME[1:]):
+    own = ("proc", "dev", "run/c2", "usr", "etc", "var/tmp", "tmp", "root", WORKDIR[1:], HOME[1:])
+    for name in own:
         (base / name).mkdir(parents=True)
     binds = [("/usr", "/usr")]
     for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
@@ -128,8 +129,12 @@ def zygote(
     given = (fd, str(rules), outside, (USER, GROUP), HOST, prefix)
     start = f"import sys; sys.path.insert(0, {places[SERVER]!r}); "
     start += f"from toolserver.zygote import main; main{given!r}"
-    # Its own library, should it have one, and not that of another interpreter.
-    return [python, "-I", "-S", "-c", start], {"LD_LIBRARY_PATH": f"{places[prefix]}/lib"}
+    env = {
+        # Its own library, should it have one, and not that of another interpreter.
+        "LD_LIBRARY_PATH": f"{places[prefix]}/lib",
+        "LD_BIND_NOW": "1",  # or every fork would look up again what it calls
+    }
+    return [python, "-I", "-S", "-c", start], env
 
 
 def make_dev(folder: Path) -> Path:

@@ -43,9 +43,9 @@ class Parts:
 
     root: roots.Root
     layers: Sequence[Path]
-    place: Path
-    upper: Path
-    work: Path
+    place: str
+    upper: str
+    work: str
     shm_bytes: int
     group: cgroups.Group
     server: socket.socket
@@ -192,6 +192,7 @@ class Zygote:
     ) -> None:
         self._root = root
         self._dev = str(roots.make_dev(place / "dev"))
+        self._covered = [name for name in walls.COVERED if os.path.exists(f"/proc/{name}")]
         for here, _ in root.binds:
             walls.restrict(here, walls.MS_RDONLY | walls.MS_NOSUID | walls.MS_NODEV)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -212,9 +213,10 @@ class Zygote:
         lower = ":".join(str(path) for path in (*reversed(parts.layers), parts.root.base))
         request = {
             "overlay": f"lowerdir={lower},upperdir={parts.upper},workdir={parts.work},userxattr",
-            "place": str(parts.place),
+            "place": parts.place,
             "folders": FOLDERS,
             "binds": (*parts.root.binds, (self._dev, "/dev")),
+            "covered": self._covered,
             "shm": parts.shm_bytes,
             "python": parts.root.python if parts.root is self._root else None,
         }

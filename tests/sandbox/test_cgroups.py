@@ -43,8 +43,8 @@ def test_version_1(tmp_path):
     assert read(tmp_path / "pids" / below / "pids.max") == "20"
     assert read(tmp_path / "cpu,cpuacct" / below / "cpu.cfs_quota_us") == "50000"
     group.attach(12)
-    for place in group.trees.folders():
-        assert read(place / "cgroup.procs") == "12"
+    for place in group.folders:
+        assert read(Path(place, "cgroup.procs")) == "12"
     oom = tmp_path / "memory" / below / "memory.oom_control"
     oom.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
     assert group.oom_kills() == 3

@@ -174,6 +174,20 @@ backend.shutdown()
     assert until(lambda: not groups(node) and not folders(node))
 
 
+def test_sweep_ends_what_a_killed_node_had_stopped(bwrap):
+    node, stopped = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
+    name = f"{PREFIX}{linux.start_time(node.pid)}-{node.pid}"
+    group = cgroups.create(cgroups.find().below(name), "7", cgroups.Limits(1 << 26, 16, 1.0))
+    group.attach(stopped.pid)
+    group.freeze(True)
+    assert until(group.is_frozen)
+    for process in (stopped, node):
+        process.kill()
+    node.wait()
+    sweep()
+    assert stopped.wait(10) == -9 and until(lambda: not groups(node.pid))
+
+
 def test_sweep_after_both_were_killed(bwrap):
     """Empty folders of a dead node go at the next start; those of a live one stay."""
     dead = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])

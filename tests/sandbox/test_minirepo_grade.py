@@ -129,7 +129,7 @@ HACKS = {
     "no assertions": "import builtins\nbuiltins.AssertionError = SystemExit\n" + BASE,
     "a patched runner": (
         "import sys\nmain = sys.modules['__main__']\n"
-        "main.run_test = main._run_apart = lambda *args: ''\n"
+        "main.run_test = main._run_all = lambda *args: ''\n"
         "main._answer = lambda question: {'value': True}\n" + BASE
     ),
     "any answer": (
@@ -217,6 +217,34 @@ ELSEWHERE = {
     "/tmp/outside.py": "",
     "pkg/../tests/test_a.py": "def test_shown(): pass\n",
 }
+
+
+def test_every_test_finds_the_code_as_new(tmp_path):
+    """Tests share a process, but not what the code keeps, in a module of a package or beside."""
+    note, once = tmp_path / "pids", "COUNT = 0\ndef once():\n    global COUNT\n    COUNT += 1\n"
+    code = (
+        "import os\nfrom pkg import b\nimport beside\n"
+        f"print(os.getpid(), file=open({str(note)!r}, 'a'))\n"
+        "def f(x):\n    b.once()\n    beside.once()\n"
+        "    assert b.COUNT == beside.COUNT == 1\n    return 2 * x + 1\n"
+    )
+    task = dataclasses.replace(TASK, editable=("*.py",))
+    files = with_code(code, **{"pkg/b.py": once, "beside.py": once})
+    assert grade(task, files, plain).reward == 1.0
+    pids = note.read_text().split()
+    assert len(pids) == len(TASK.test_ids) and len(set(pids)) == 1
+
+
+def test_no_test_fails_for_what_another_has_left_in_the_process(tmp_path):
+    note = tmp_path / "pids"
+    code = (
+        "import os, sys\n"
+        f"print(os.getpid(), file=open({str(note)!r}, 'a'))\n"
+        "def f(x):\n    left, sys.left = hasattr(sys, 'left'), True\n"
+        "    return None if left else 2 * x + 1\n"
+    )
+    assert grade(TASK, with_code(code), plain).reward == 1.0
+    assert len(set(note.read_text().split())) > 1
 
 
 def test_files_elsewhere_are_put_back_and_reported():

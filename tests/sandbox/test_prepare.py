@@ -1,6 +1,8 @@
 """Commands that load before they get their input, and interpreters that are forked for them."""
 
 import json
+import subprocess
+import sys
 import time
 
 import pytest
@@ -176,3 +178,28 @@ def test_a_pool_keeps_commands_prepared(bwrap):
         assert pool.prepare(handle, command) == there
         assert pool.prepare(handle, command) != there  # it is given once
         assert pool.finish(handle, there, b"").ok
+
+
+CLOSES = """
+import os, sys
+from c2.sandbox.toolserver import processes
+if sys.argv[1] == "before Linux 5.9":
+    processes._close_range = lambda low, high: -1
+for fd in (3, 7, 8, 200):
+    os.dup2(1, fd)
+processes.close_all_but([7, 0, 1, 2])
+open_ = []
+for fd in range(256):
+    try:
+        os.fstat(fd)
+    except OSError:
+        continue
+    open_.append(fd)
+print(open_)
+"""
+
+
+@pytest.mark.parametrize("kernel", ["new", "before Linux 5.9"])
+def test_descriptors_are_closed(kernel):
+    command = [sys.executable, "-c", CLOSES, kernel]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "[0, 1, 2, 7]\n"

@@ -67,7 +67,7 @@ def in_server(module: str, old: str, new: str) -> str:
 @pytest.mark.parametrize(
     "wall, old, new",
     [
-        ("user", "prctl(PR_CAPBSET_DROP, number)", "pass"),
+        ("user", "while not libc.prctl(PR_CAPBSET_DROP, ", "while not libc.prctl(23, "),  # READ
         ("seccomp", "prctl(PR_SET_SECCOMP, ", "print("),
         ("files", PROC, '_mount("/tmp", new + "/tmp", None, MS_BIND | MS_REC)\n    ' + PROC),
         ("devices", PROC, '_mount("/dev", new + "/dev", None, MS_BIND | MS_REC)\n    ' + PROC),

@@ -9,6 +9,7 @@ Tasks of real projects have tests that only pytest can run, in one process with 
 disk. `pytest_runner` says what holds there; only the task's own conftest.py files have an effect.
 """
 
+import functools
 import importlib.resources
 import json
 import posixpath
@@ -207,6 +208,7 @@ def pytest_command(
     )
 
 
+@functools.cache
 def _isolated(name: str) -> tuple[str, ...]:
     source = importlib.resources.files("c2.sandbox.tasks").joinpath(name).read_text()
     return ("-I", "-S", "-B", "-c", source)

@@ -6,8 +6,9 @@ standard library. Three kinds of processes:
   tester   reads the request on standard input and writes the verdict on standard output. Executes
            the tests, in which modules of the repository are stand-ins that forward calls.
   nursery  forked before the request is read, so it knows neither tests nor nonce. Forks workers.
-  worker   one per test. Imports the repository and answers calls; its standard streams are
-           /dev/null. Only plain data comes back, as JSON, and the tester compares it.
+  worker   imports the repository, anew for each test, and answers calls; its standard streams are
+           /dev/null. Only plain data comes back, as JSON, and the tester compares it. No test fails
+           for what others have left there: it is run once more, in a worker of its own.
 
 So the code under test shares no memory with the tests, never sees an expected value, and has no
 file descriptor on which a verdict counts. The tester and the nursery are "not dumpable": other
@@ -76,11 +77,7 @@ def main():
     verdict = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what tests print is no verdict
     _say(verdict, request, state="ready")
-    end = time.monotonic() + request["total_s"]
-    results = {}
-    for name in request["ids"]:
-        deadline = min(end, time.monotonic() + request["test_s"])
-        results[name] = _run_apart(request, name, ours, deadline)
+    results = _run_all(request, ours)
     os.kill(child, signal.SIGKILL)  # the code may have stopped it
     _say(verdict, request, state="done", results=results)
 
@@ -89,39 +86,65 @@ def _say(verdict, request, **answer):
     print(json.dumps({"nonce": request["nonce"], **answer}), file=verdict, flush=True)
 
 
-def _run_apart(request, name, control, deadline):
-    path, _, function = name.partition("::")
-    near, far = socket.socketpair()
-    try:
-        with near, far:
+def _run_all(request, control):
+    """The results of all tests."""
+    codes = {path: compile(text, path, "exec") for path, text in request["tests"].items()}
+    end = time.monotonic() + request["total_s"]
+
+    def run(worker, name):
+        path, _, function = name.partition("::")
+        deadline = min(end, time.monotonic() + request["test_s"])
+        worker = worker or Worker(control, deadline)
+        hook = import_hook(request["packages"], worker.asker(deadline))
+        why = run_test(request["tests"][path], codes[path], function, hook)
+        if why:
+            worker.end()  # it may be busy or broken
+        return why, None if why else worker
+
+    results, used = {}, None  # a process costs more than most tests, so they share one
+    for name in request["ids"]:
+        try:
+            why, worker = run(used, name)
+            if why and used:
+                why, worker = run(None, name)
+        except OSError as error:
+            why, worker = f"no process for the test: {error}", None
+        results[name], used = why, worker
+    if used:
+        used.end()
+    return results
+
+
+class Worker:
+    """A process for the code under test, as the tester sees it; raises OSError if none comes."""
+
+    def __init__(self, control, deadline):
+        self._stream, far = socket.socketpair()
+        with far:
             control.settimeout(max(deadline - time.monotonic(), 0.001))
             socket.send_fds(control, [b"+"], [far.fileno()])
-            far.close()
-            worker = int.from_bytes(control.recv(4), "big")
-            if not worker:
-                return "no process for the test: the code ended what makes them"
-            ask = _asker(near, deadline)
-            hook = import_hook(request["packages"], ask)
-            try:
-                text = request["tests"][path]
-                return run_test(text, compile(text, path, "exec"), function, hook)
-            finally:
-                _kill(worker)
-    except OSError as error:
-        return f"no process for the test: {error}"
+        self._pid = int.from_bytes(control.recv(4), "big")
+        if not self._pid:
+            raise OSError("the code ended what makes them")
+        self._tests = 0
+
+    def asker(self, deadline):
+        """For one more test: a function that sends a question and returns its answer, a dict."""
+        self._tests += 1
+        return _asker(self._stream, self._tests, deadline)
+
+    def end(self):
+        """Ends it and what it has started."""
+        self._stream.close()
+        try:
+            os.killpg(self._pid, signal.SIGKILL)
+        except OSError:
+            return  # it is gone
 
 
-def _kill(worker):
-    try:
-        os.killpg(worker, signal.SIGKILL)
-    except OSError:
-        return  # it is gone
-
-
-def _asker(stream, deadline):
-    """A function that sends a question to the worker and returns its answer, a dict."""
-
+def _asker(stream, test, deadline):
     def ask(question):
+        question["test"] = test
         line = bytearray()
         try:
             stream.settimeout(max(deadline - time.monotonic(), 0.001))
@@ -236,17 +259,30 @@ def nursery(control):
             control.close()
             os.setsid()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            work(socket.socket(fileno=fds[0]))
+            work(fds[0])
             os._exit(0)
         os.close(fds[0])
         control.sendall(pid.to_bytes(4, "big"))
 
 
-def work(stream):
+def work(fd):
     """Answers questions about the repository in the working directory."""
-    sys.path.insert(0, os.getcwd())
-    for line in stream.makefile("rb"):
-        stream.sendall(json.dumps(_answer(json.loads(line))).encode() + b"\n")
+    folder, before, test = os.getcwd(), set(sys.modules), 1
+    sys.path.insert(0, folder)
+    with open(fd, "rb") as questions:
+        for question in map(json.loads, questions):
+            if question["test"] != test:
+                test = question["test"]
+                _forget(folder, before)
+            os.write(fd, json.dumps(_answer(question)).encode() + b"\n")
+
+
+def _forget(folder, before):
+    """Lets the next import of any module of the repository be the first one."""
+    own = {entry.partition(".")[0] for entry in os.listdir(folder)}
+    for name in sys.modules.keys() - before:
+        if name.partition(".")[0] in own:
+            del sys.modules[name]
 
 
 def _answer(question):

@@ -14,6 +14,9 @@ import signal
 
 PR_SET_DUMPABLE = 4
 PR_SET_CHILD_SUBREAPER = 36
+SYS_CLOSE_RANGE, LAST = 436, (1 << 32) - 1  # the same everywhere
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def protect():
@@ -183,6 +186,21 @@ def _has_children():
 
 def close_all_but(keep):
     """Closes all descriptors but these."""
+    low = 0
+    for fd in (*sorted(keep), LAST + 1):
+        if low < fd and _close_range(low, fd - 1):
+            _close_listed(keep)
+            return
+        low = fd + 1
+
+
+def _close_range(low, high):
+    """All of a range at once; -1 before Linux 5.9."""
+    number, flags = ctypes.c_long(SYS_CLOSE_RANGE), ctypes.c_uint(0)
+    return _libc.syscall(number, ctypes.c_uint(low), ctypes.c_uint(high), flags)
+
+
+def _close_listed(keep):
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in keep:
             with contextlib.suppress(OSError):  # the descriptor of the listing itself
@@ -203,5 +221,5 @@ def _parents():
 
 
 def _prctl(option, value):
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+    if _libc.prctl(option, value, 0, 0, 0):
         raise OSError(ctypes.get_errno(), f"prctl {option}")

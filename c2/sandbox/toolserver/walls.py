@@ -7,19 +7,20 @@ for good. The order matters: what is taken is not needed below.
 """
 
 import ctypes
+import errno
 import fcntl
 import os
 import socket
 import struct
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
-MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
+MS_BIND, MS_REC = 0x1000, 0x4000
 MNT_DETACH = 2
 CLONE_NEWNS, CLONE_NEWCGROUP = 0x00020000, 0x02000000
 SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 SYS_MOUNT_SETATTR = 442  # the same everywhere
 AT_FDCWD, AT_RECURSIVE = -100, 0x8000
-PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_CAPBSET_READ, PR_CAPBSET_DROP = 1, 22, 23, 24
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 22, 24
 PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 38, 47, 4
 SECCOMP_MODE_FILTER = 2
 CAPABILITY_VERSION = 0x20080522
@@ -29,6 +30,13 @@ SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 COVERED = ("sys", "irq", "bus", "sysrq-trigger")
 
 libc = ctypes.CDLL(None, use_errno=True)
+# Looked up here, or every fork would do it again.
+libc.mount.argtypes = (*(ctypes.c_char_p,) * 3, ctypes.c_ulong, ctypes.c_char_p)
+libc.umount2.argtypes = (ctypes.c_char_p, ctypes.c_int)
+libc.unshare.argtypes = (ctypes.c_int,)
+libc.prctl.argtypes = (ctypes.c_int, *(ctypes.c_ulong,) * 4)
+libc.capset.argtypes = (ctypes.c_void_p,) * 2
+libc.syscall.restype = ctypes.c_long
 
 
 class Program(ctypes.Structure):
@@ -63,7 +71,8 @@ def enter(request, groups, rules):
     Args:
       request: "overlay": options of the root's overlay; "place": an empty folder for it; "folders":
         those that are made in it, path -> mode; "binds": folders shown in it, as (folder here,
-        folder inside), read-only already; "shm": bytes of /dev/shm.
+        folder inside), read-only already; "covered": what of `COVERED` there is; "shm": bytes of
+        /dev/shm.
       groups: descriptors to write this process into its control groups.
       rules: the filter of system calls, as BPF.
     """
@@ -78,7 +87,7 @@ def enter(request, groups, rules):
 
 def prctl(option, *values):
     """Raises OSError."""
-    call("prctl", option, *[ctypes.c_ulong(value) for value in values + (0,) * (4 - len(values))])
+    call("prctl", option, *values, *(0,) * (4 - len(values)))
 
 
 def call(name, *args):
@@ -100,7 +109,6 @@ def restrict(path, flags):
 
 def _take_files(request):
     new = request["place"]
-    _mount("none", "/", None, MS_REC | MS_PRIVATE)
     _mount("overlay", new, "overlay", MS_NOSUID | MS_NODEV, request["overlay"])
     for path, mode in request["folders"].items():
         if not os.path.isdir(new + path):
@@ -113,10 +121,9 @@ def _take_files(request):
     proc = new + "/proc"
     _mount("proc", proc, "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     _write(proc + "/sys/user/max_user_namespaces", "0")  # for ever: it takes a right to change it
-    for name in COVERED:
-        if os.path.exists(proc + "/" + name):
-            _mount(proc + "/" + name, proc + "/" + name, None, MS_BIND | MS_REC)
-            restrict(proc + "/" + name, MS_RDONLY)
+    for name in request["covered"]:
+        _mount(proc + "/" + name, proc + "/" + name, None, MS_BIND | MS_REC)
+        restrict(proc + "/" + name, MS_RDONLY)
     pts = "newinstance,ptmxmode=0666,mode=620"
     _mount("devpts", new + "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, pts)
     shm = "mode=1777,size={}".format(request["shm"])
@@ -132,9 +139,10 @@ def _take_files(request):
 def _bound_rights():
     """No program gets a right any more; those of this process stay for now."""
     number = 0
-    while libc.prctl(PR_CAPBSET_READ, ctypes.c_ulong(number), 0, 0, 0) >= 0:  # there is such a one
-        prctl(PR_CAPBSET_DROP, number)
+    while not libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0):
         number += 1
+    if ctypes.get_errno() != errno.EINVAL:  # which says that there is no such right
+        call("prctl", PR_CAPBSET_DROP, number, 0, 0, 0)
 
 
 def _give_up_rights(rules):
@@ -155,7 +163,5 @@ def _write(path, text):
 
 
 def _mount(source, target, kind, flags, data=""):
-    call(
-        "mount", os.fsencode(source), os.fsencode(target), kind and kind.encode(),
-        ctypes.c_ulong(flags), data.encode(),
-    )  # fmt: skip
+    kind = kind and kind.encode()
+    call("mount", os.fsencode(source), os.fsencode(target), kind, flags, data.encode())

@@ -23,6 +23,12 @@ MAX_PACKET = 1 << 17
 RUNNER = "runner.py"  # what sandboxes run most; copied here from `c2.sandbox.tasks`
 LOADED = (files, job, processes, warnings)  # what is imported later on; inside it is not found
 
+# Looked up here, or every fork would do it again. Unlike CDLL, it holds the interpreter's lock.
+_c = ctypes.PyDLL(None, use_errno=True)
+_syscall, _before = _c.syscall, _c.PyOS_BeforeFork
+_in_child, _in_parent = _c.PyOS_AfterFork_Child, _c.PyOS_AfterFork_Parent
+_syscall.restype = ctypes.c_long
+
 
 def main(fd, rules, outside, inside, host, prefix):
     """Serves its node on the socket `fd` until that closes it.
@@ -80,14 +86,9 @@ def _clone():
     The three calls around it are those with which the interpreter lets extensions fork.
     """
     number = ctypes.c_long(SYS_CLONE[os.uname().machine])
-    c = ctypes.PyDLL(None, use_errno=True)  # which, unlike CDLL, holds the interpreter's lock
-    c.syscall.restype = ctypes.c_long
-    ctypes.pythonapi.PyOS_BeforeFork()
-    pid = c.syscall(number, ctypes.c_ulong(CLONE_NEW | signal.SIGCHLD), None, None, None, None)
-    if pid == 0:
-        ctypes.pythonapi.PyOS_AfterFork_Child()
-    else:
-        ctypes.pythonapi.PyOS_AfterFork_Parent()
+    _before()
+    pid = _syscall(number, ctypes.c_ulong(CLONE_NEW | signal.SIGCHLD), None, None, None, None)
+    (_in_parent if pid else _in_child)()
     if pid < 0:
         error = ctypes.get_errno()
         raise OSError(error, "clone: " + os.strerror(error))

@@ -13,6 +13,7 @@ from c2.training.sharding import abstract_state
 from experiments import demonstrations, post_training_configs, recipe, reinforcement
 from experiments.fine_tuning import fine_tune
 from experiments.post_training import PostTrainingConfig, say
+from experiments.repair_tasks import TasksConfig
 from experiments.study import Run
 
 
@@ -71,6 +72,11 @@ def smoke() -> AgentConfig:
         post_training=post_training_configs.smoke(),
         seeds=1,
     )
+
+
+def more_held_out(tasks: TasksConfig, times: int) -> TasksConfig:
+    """With so many times the held-out tasks of every split."""
+    return replace(tasks, held_out={name: times * count for name, count in tasks.held_out.items()})
 
 
 def try_sandboxes(config: AgentConfig) -> None:

@@ -12,7 +12,7 @@ held-out tasks. `length_penalty` has the penalty itself, without training.
 Claims, against the same run without the penalty: fewer tokens, fewer turns, more turns with several
 calls; more of these than at the start; and nine tenths of the pass rate. The expert makes fewer
 mistakes than that of other studies: where success is rare, the cheapest is not to try.
-`mini` (3 seeds, two runs each) takes two to four hours on 2 cores, by an estimate from its parts,
+`mini` (3 seeds, two runs each) takes about an hour on 2 cores, by an estimate from its parts,
 and has not run to its end yet. `smoke` runs every stage once in a few minutes and learns nothing.
 """
 
@@ -74,20 +74,19 @@ def get_config(variant: str = VARIANTS[0]) -> Config:
     """The study's sizes."""
     match variant:
         case "mini":
-            return _config(agents.mini(), held_out_tasks=48)  # of each of three splits
+            return _config(agents.mini(), times=3)
         case "smoke":
-            return _config(agents.smoke(), held_out_tasks=1, last=1)
+            return _config(agents.smoke(), times=1, last=1)
     raise ConfigError(f"variant: {variant!r}; legal: {', '.join(VARIANTS)}")
 
 
-def _config(shared: AgentConfig, *, held_out_tasks: int, **changes: Any) -> Config:
+def _config(shared: AgentConfig, *, times: int, **changes: Any) -> Config:
     after = shared.post_training
     rl = after.reinforcement
     shown = replace(after.demonstrations, slips=0.2, test_after=0.8, repairs=0.8, together=0.4)
     # oversampling follows what rollouts take, and would give the two runs different tasks
-    tasks = replace(
-        rl.tasks, held_out_tasks=held_out_tasks, oversampling=OversamplingConfig(start=1.0)
-    )
+    tasks = agents.more_held_out(rl.tasks, times)
+    tasks = replace(tasks, oversampling=OversamplingConfig(start=1.0))
     harness = rl.environments.harness  # an edit and another call have to fit into a turn
     harness = replace(harness, turn_tokens=harness.turn_tokens + 16)
     rl = replace(rl, tasks=tasks, environments=replace(rl.environments, harness=harness))

@@ -10,7 +10,7 @@ post-training. Up: the pass rate on held-out tasks after it.
 
 Claims: longer pretraining needs fewer bits; the pass rate falls with the bits (rank correlation,
 an exact test that permutes levels within seeds), by levels as well; and so does what reinforcement
-learning alone adds. `mini` (3 levels, 3 seeds, so p can be 1/216 at least) takes three to six
+learning alone adds. `mini` (3 levels, 3 seeds, so p can be 1/216 at least) takes about two
 hours on 2 cores, by an estimate from its parts, and has not run to its end yet. `smoke` runs two
 levels of one seed in a few minutes and can show nothing.
 """

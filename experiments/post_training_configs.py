@@ -78,8 +78,8 @@ def mini() -> PostTrainingConfig:
                 pool=PoolConfig(backend="zygote", limits=Limits(cpu_pressure=100.0)),
             ),
             tasks=TasksConfig(
-                level=LEVEL, families=FAMILIES, held_out=("combination", "template", "family"),
-                held_out_tasks=12,
+                level=LEVEL, families=FAMILIES,
+                held_out={"combination": 24, "template": 6, "family": 6},
             ),
             samples=8,
             eval_slots=128,
@@ -108,7 +108,9 @@ def small() -> PostTrainingConfig:
             training=replace(
                 rl.training, learning_rate=replace(rl.training.learning_rate, peak=1e-4)
             ),
-            tasks=replace(rl.tasks, level=1, families=families, held_out_tasks=64),
+            tasks=replace(
+                rl.tasks, level=1, families=families, held_out=dict.fromkeys(rl.tasks.held_out, 64)
+            ),
         ),
     )
 
@@ -142,7 +144,7 @@ def smoke() -> PostTrainingConfig:
                 harness=replace(rl.environments.harness, max_turns=3, turn_tokens=24),
                 ready=2,
             ),
-            tasks=replace(rl.tasks, held_out=("combination", "family"), held_out_tasks=1),
+            tasks=replace(rl.tasks, held_out={"combination": 1, "family": 1}),
             samples=2,
             eval_slots=4,
         ),

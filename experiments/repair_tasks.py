@@ -22,17 +22,15 @@ class TasksConfig:
       level: difficulty, see `c2.sandbox.tasks.minirepo`.
       families: kinds of tasks to train on, and to evaluate but for split "family".
       oversampling: of kinds that turn out to be hard.
-      held_out: splits that are evaluated, see `minirepo.SPLITS`; "train" are new tasks of the
-        distribution that is trained on.
-      held_out_tasks: of each split.
+      held_out: how many tasks of which splits are evaluated, see `minirepo.SPLITS`; "train" are new
+        tasks of the distribution that is trained on.
       seed: of tasks; those of evaluations do not depend on it.
     """
 
     level: int = 1
     families: tuple[str, ...] = minirepo.FAMILIES
     oversampling: OversamplingConfig = field(default_factory=OversamplingConfig)
-    held_out: tuple[str, ...] = minirepo.SPLITS
-    held_out_tasks: int = 32
+    held_out: dict[str, int] = field(default_factory=lambda: dict.fromkeys(minirepo.SPLITS, 32))
     seed: int = 0
 
     def __post_init__(self):
@@ -42,6 +40,8 @@ class TasksConfig:
         ):
             if unknown := [value for value in values if value not in legal]:
                 raise ConfigError(f"{name}: {unknown[0]!r}; legal: {', '.join(legal)}")
+        if few := [name for name, count in self.held_out.items() if count < 1]:
+            raise ConfigError(f"held_out.{few[0]}: {self.held_out[few[0]]}; legal: at least 1")
         if not self.families:
             raise ConfigError(f"families: none; legal: {', '.join(minirepo.FAMILIES)}")
         if self.level not in minirepo.LEVELS:
@@ -78,10 +78,9 @@ def held_out(config: TasksConfig) -> dict[str, tuple[str, ...]]:
     families = (*config.families, *HELD_FAMILIES)
     return {
         part: tuple(
-            minirepo.draw(-1 - i, config.level, part, families=families).id
-            for i in range(config.held_out_tasks)
+            minirepo.draw(-1 - i, config.level, part, families=families).id for i in range(count)
         )
-        for part in config.held_out
+        for part, count in config.held_out.items()
     }
 
 

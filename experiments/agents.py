@@ -5,14 +5,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from c2.config import ConfigError, located
-from c2.data import tokenizer as tokenizers
 from c2.models import ModelConfig, Params
 from c2.training.checkpoint import Checkpoints
 from c2.training.pretrain import choose_mesh, make_optimizer, phase_model
 from c2.training.sharding import abstract_state
-from experiments import demonstrations, post_training_configs, recipe, reinforcement
-from experiments.fine_tuning import fine_tune
-from experiments.post_training import PostTrainingConfig, say
+from experiments import post_training_configs, recipe, reinforcement
+from experiments.post_training import LessonConfig, PostTrainingConfig, say
 from experiments.repair_tasks import TasksConfig
 from experiments.study import Run
 
@@ -111,20 +109,15 @@ def seeded(config: PostTrainingConfig, seed: int) -> PostTrainingConfig:
     rl = config.reinforcement
     return replace(
         config,
+        before=config.before and _lesson(config.before, seed),
         demonstrations=replace(config.demonstrations, seed=seed),
         fine_tuning=replace(config.fine_tuning, seed=seed),
         reinforcement=replace(rl, seed=seed, tasks=replace(rl.tasks, seed=seed)),
     )
 
 
-def demonstrated(config: PostTrainingConfig, base: Base, folder: Path, run: Run) -> Params:
-    """Fine-tunes a base on demonstrations, or finds what came of it."""
-    environments = config.reinforcement.environments
-    shown = demonstrations.cached_store(
-        config.demonstrations, tokenizers.load(base.tokenizer), environments,
-        folder / "demonstrations.npz",
-    )  # fmt: skip
-    say(run.console, f"Fine-tuning on {config.demonstrations.count:,} demonstrations")
-    return fine_tune(
-        config.fine_tuning, base.model, base.params, shown, folder / "fine_tuning", run
+def _lesson(config: LessonConfig, seed: int) -> LessonConfig:
+    return LessonConfig(
+        demonstrations=replace(config.demonstrations, seed=seed),
+        fine_tuning=replace(config.fine_tuning, seed=seed),
     )

@@ -30,7 +30,7 @@ from experiments import agents, conduct, evidence, plotting, reinforcement
 from experiments.agents import AgentConfig, Base
 from experiments.conduct import MEASURES, Steps
 from experiments.evidence import Values
-from experiments.post_training import START, say
+from experiments.post_training import START, demonstrate, say
 from experiments.post_training_report import smooth, worth
 from experiments.reinforcement import RLConfig, Scores
 from experiments.study import Claim, Figure, Result, Run, new_figure
@@ -115,7 +115,7 @@ def train(config: Config, base: Base, seed: int, folder: Path, run: Run) -> dict
     after = agents.seeded(config.post_training, seed)
     controller = replace(after.reinforcement.controller, eval_every=0)
     rl = replace(after.reinforcement, controller=controller)
-    start = agents.demonstrated(after, base, folder, run)
+    start, _ = demonstrate(after, base.model, base.params, base.tokenizer, folder, run)
 
     def score(tensors: Mapping[str, np.ndarray], name: str) -> Scores:
         at = folder / name

@@ -1,8 +1,8 @@
 """From a pretrained model to an agent: demonstrations, reinforcement learning, its controls.
 
-Demonstrations are those of a careless expert, which makes mistakes and does not always look at the
-tests. Reinforcement learning starts from there. Two controls start from the
-same weights: one learns from rewards that were shuffled, one goes on with demonstrations for as
+First demonstrations may be sound; then come those of a careless expert, which makes mistakes and
+does not always look at the tests. Reinforcement learning starts from there. Two controls start from
+the same weights: one learns from rewards that were shuffled, one goes on with demonstrations for as
 much compute. All are scored on the same held-out tasks with the same seeds.
 """
 
@@ -15,6 +15,7 @@ from rich.console import Console
 
 from c2.config import ConfigError
 from c2.data import tokenizer as tokenizers
+from c2.data.store import TokenStore
 from c2.models import ModelConfig, Params
 from c2.rl.journal import Journal
 from experiments import demonstrations, reinforcement
@@ -28,17 +29,32 @@ START, TRAINED = "start", "reinforcement"  # names of stages; controls are calle
 
 
 @dataclass(frozen=True, kw_only=True)
+class LessonConfig:
+    """A stage of its own.
+
+    Attributes:
+      demonstrations: what is shown.
+      fine_tuning: how it is learned.
+    """
+
+    demonstrations: DemonstrationsConfig
+    fine_tuning: FineTuningConfig
+
+
+@dataclass(frozen=True, kw_only=True)
 class PostTrainingConfig:
     """What follows pretraining.
 
     Attributes:
-      demonstrations: what is shown.
+      before: a lesson before all else, or none.
+      demonstrations: what is shown then, and to the control that goes on with it.
       fine_tuning: how it is learned.
       reinforcement: how rewards are learned from, and what is evaluated.
       controls: what it is compared with.
       control_rate: peak learning rate of the control that goes on with demonstrations.
     """
 
+    before: LessonConfig | None = None
     demonstrations: DemonstrationsConfig = field(default_factory=DemonstrationsConfig)
     fine_tuning: FineTuningConfig
     reinforcement: RLConfig
@@ -53,12 +69,14 @@ class PostTrainingConfig:
                 "reinforcement.controller.eval_every: 0; legal: at least 1, as all is compared "
                 "with the start"
             )
-        longest, budgets = self.fine_tuning.phase.context, self.reinforcement.environments.harness
-        if longest < budgets.context:
-            raise ConfigError(
-                f"fine_tuning.phase.context: {longest}; legal: at least the context of a "
-                f"conversation, reinforcement.environments.harness.context = {budgets.context}"
-            )
+        least = self.reinforcement.environments.harness.context
+        for name, lesson in (("", self), ("before.", self.before)):
+            if lesson and lesson.fine_tuning.phase.context < least:
+                raise ConfigError(
+                    f"{name}fine_tuning.phase.context: {lesson.fine_tuning.phase.context}; legal: "
+                    "at least the context of a conversation, "
+                    f"reinforcement.environments.harness.context = {least}"
+                )
 
 
 def post_train(
@@ -82,13 +100,8 @@ def post_train(
     Returns:
       Scores by stage: `START`, `TRAINED` and the controls.
     """
-    words, rl = tokenizers.load(tokenizer), config.reinforcement
-    shown = demonstrations.cached_store(
-        config.demonstrations, words, rl.environments, folder / "demonstrations.npz"
-    )
-    tuning = config.fine_tuning
-    say(run.console, f"Fine-tuning on {config.demonstrations.count:,} demonstrations")
-    start = fine_tune(tuning, model, params, shown, folder / "fine_tuning", run)
+    rl = config.reinforcement
+    start, shown = demonstrate(config, model, params, tokenizer, folder, run)
 
     def reinforce(config: RLConfig, name: str) -> dict[int, Scores]:
         return reinforcement.train(config, model, start, tokenizer, folder / name, run)
@@ -111,6 +124,34 @@ def post_train(
         served = reinforcement.serving_form(model, tuned)
         scores["fine_tuning"] = score(served, "more_fine_tuning")
     return scores
+
+
+def demonstrate(
+    config: PostTrainingConfig,
+    model: ModelConfig,
+    params: Params,
+    tokenizer: Path,
+    folder: Path,
+    run: Run,
+) -> tuple[Params, TokenStore]:
+    """Fine-tunes on demonstrations, or finds what came of it; arguments as of `post_train`.
+
+    Returns:
+      What reinforcement learning starts from, and what was shown last.
+    """
+    words, environments = tokenizers.load(tokenizer), config.reinforcement.environments
+
+    def learn(lesson: LessonConfig | PostTrainingConfig, params: Params, folder: Path):
+        shown = demonstrations.cached_store(
+            lesson.demonstrations, words, environments, folder / "demonstrations.npz"
+        )
+        say(run.console, f"Fine-tuning on {lesson.demonstrations.count:,} demonstrations")
+        tuning = lesson.fine_tuning
+        return fine_tune(tuning, model, params, shown, folder / "fine_tuning", run), shown
+
+    if config.before is not None:
+        params, _ = learn(config.before, params, folder / "before")
+    return learn(config, params, folder)
 
 
 def longer(config: PostTrainingConfig, tokens: float) -> FineTuningConfig:

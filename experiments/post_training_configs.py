@@ -16,7 +16,7 @@ from c2.training.optimizer import OptimizerConfig, ScheduleConfig
 from c2.training.pretrain import PhaseConfig
 from experiments.demonstrations import DemonstrationsConfig
 from experiments.fine_tuning import FineTuningConfig
-from experiments.post_training import PostTrainingConfig
+from experiments.post_training import LessonConfig, PostTrainingConfig
 from experiments.reinforcement import RLConfig
 from experiments.repair_tasks import TasksConfig
 
@@ -28,27 +28,34 @@ CONTEXT = 448  # tokens of a conversation
 def mini() -> PostTrainingConfig:
     """A quarter of an hour on two CPU cores, for about a million parameters.
 
-    The expert of the demonstrations makes mistakes in most of its first edits, often does not look
-    at the tests, and mostly gives up when they fail; who does as it does solves less than a policy
-    could that has learned the same edits. Whether rewards bring that out is what is asked; they do
-    not teach edits that nobody has shown.
+    After sound demonstrations come a few of an expert that makes mistakes in most of its first
+    edits, often does not look at the tests, and mostly gives up when they fail. Who does as it does
+    solves less than it could. Whether rewards bring that out again is what is asked; they do not
+    teach edits that nobody has shown.
     """
-    return PostTrainingConfig(
-        demonstrations=DemonstrationsConfig(
-            count=5000, level=LEVEL, families=FAMILIES, slips=0.95, test_after=0.45, repairs=0.2
+    sound = DemonstrationsConfig(
+        count=5000, level=LEVEL, families=FAMILIES, slips=0.0, test_after=0.5
+    )
+    careless = replace(sound, count=1500, slips=0.95, test_after=0.45, repairs=0.2, seed=1)
+    tuning = FineTuningConfig(
+        phase=PhaseConfig(
+            name="demonstrations",
+            steps=160,
+            context=CONTEXT,
+            batch=10,
+            learning_rate=ScheduleConfig(peak=6e-3, warmup_steps=16, final=0.1),
+            data="fine_tuning",
         ),
-        fine_tuning=FineTuningConfig(
-            phase=PhaseConfig(
-                name="demonstrations",
-                steps=160,
-                context=CONTEXT,
-                batch=10,
-                learning_rate=ScheduleConfig(peak=6e-3, warmup_steps=16, final=0.1),
-                data="fine_tuning",
-            ),
-            optimizer=OptimizerConfig(name="muon"),
-            bias_update_rate=3e-3,
-            loop=LoopConfig(log_every=10, checkpoint_every=100),
+        optimizer=OptimizerConfig(name="muon"),
+        bias_update_rate=3e-3,
+        loop=LoopConfig(log_every=10, checkpoint_every=100),
+    )
+    rate = ScheduleConfig(peak=1.5e-3, warmup_steps=5, final=0.1)
+    return PostTrainingConfig(
+        before=LessonConfig(demonstrations=sound, fine_tuning=tuning),
+        demonstrations=careless,
+        fine_tuning=replace(
+            tuning, phase=replace(tuning.phase, steps=50, learning_rate=rate), seed=1
         ),
         reinforcement=RLConfig(
             controller=ControllerConfig(
@@ -92,12 +99,20 @@ def small() -> PostTrainingConfig:
     config = mini()
     rl = config.reinforcement
     families = tuple(name for name in TasksConfig().families if name != "arguments")
+
+    def longer(demonstrations: DemonstrationsConfig, tuning: FineTuningConfig, times: int):
+        count = times * demonstrations.count
+        steps = replace(tuning.phase, steps=times * tuning.phase.steps)
+        return {
+            "demonstrations": replace(demonstrations, count=count, level=1, families=families),
+            "fine_tuning": replace(tuning, phase=steps),
+        }
+
+    before = config.before
     return replace(
         config,
-        demonstrations=replace(config.demonstrations, count=20_000, level=1, families=families),
-        fine_tuning=replace(
-            config.fine_tuning, phase=replace(config.fine_tuning.phase, steps=3000)
-        ),
+        before=LessonConfig(**longer(before.demonstrations, before.fine_tuning, 20)),
+        **longer(config.demonstrations, config.fine_tuning, 4),
         reinforcement=replace(
             rl,
             controller=replace(
@@ -123,10 +138,13 @@ def smoke() -> PostTrainingConfig:
         config.fine_tuning.phase, steps=4, batch=2,
         learning_rate=ScheduleConfig(peak=3e-3, final=0.1),
     )  # fmt: skip
+    few = replace(config.demonstrations, count=60)
+    tuning = replace(config.fine_tuning, phase=phase, loop=LoopConfig(log_every=2))
     return replace(
         config,
-        demonstrations=replace(config.demonstrations, count=60),
-        fine_tuning=replace(config.fine_tuning, phase=phase, loop=LoopConfig(log_every=2)),
+        before=LessonConfig(demonstrations=few, fine_tuning=tuning),
+        demonstrations=few,
+        fine_tuning=tuning,
         reinforcement=replace(
             rl,
             controller=ControllerConfig(

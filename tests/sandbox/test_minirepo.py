@@ -97,10 +97,13 @@ def test_a_careless_expert_slips_and_repairs_as_often_as_it_is_told():
 
 def test_a_slip_is_wrong_in_another_way():
     rng = random.Random(0)
-    for seed in range(20):
-        task = task_of(seed, "operator", 1)
+    slips = 0
+    for seed, family in itertools.product(range(20), ("operator", "boundary")):
+        task = task_of(seed, family, 1)
         wrong = slip(task, rng)
         assert wrong is None or wrong not in (task.files, solve(task))
+        slips += wrong is not None
+    assert slips >= 38  # also where the family has one fault only
 
 
 def test_a_careless_expert_finds_the_file_that_the_prompt_keeps_back():

@@ -16,6 +16,7 @@ from c2.sandbox.tasks.task import Solved, Task
 
 FAMILIES = tuple(faults.FAMILIES)
 _WITHOUT_SETTINGS = ("operator", "constant")  # families that can be about any template together
+_SLIPS = ("operator", "boundary", "name")  # families of mistakes that almost any code allows
 _ATTEMPTS = 100
 _DRAWS = 2000
 
@@ -148,14 +149,16 @@ def generate_solved(seed: int, family: str, level: int = 1) -> Solved:
 def slip(task: Task, rng: random.Random) -> dict[str, str] | None:
     """The files after a wrong attempt at a generated task: another fault takes the place of one.
 
-    None for tasks that are only wrong in one way.
+    It is of the same family if that has another one, else of one that has; None if none has.
     """
     _, family, level, seed = task.id.split("/")
     solved, sound, target = _generated(int(seed), family, int(level))
-    options = faults.candidates(family, sound, sound.function(target))
-    found = [solved.solution | package.files() for package in options]
-    wrong = [files for files in found if files not in (task.files, solved.solution)]
-    return rng.choice(wrong) if wrong else None
+    for kind in dict.fromkeys((family, *_SLIPS)):
+        options = faults.candidates(kind, sound, sound.function(target))
+        found = [solved.solution | package.files() for package in options]
+        if wrong := [files for files in found if files not in (task.files, solved.solution)]:
+            return rng.choice(wrong)
+    return None
 
 
 def changes(old: dict[str, str], new: dict[str, str]) -> int:

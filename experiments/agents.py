@@ -118,6 +118,6 @@ def seeded(config: PostTrainingConfig, seed: int) -> PostTrainingConfig:
 
 def _lesson(config: LessonConfig, seed: int) -> LessonConfig:
     return LessonConfig(
-        demonstrations=replace(config.demonstrations, seed=seed),
+        demonstrations=replace(config.demonstrations, seed=-1 - seed),  # not of the same tasks
         fine_tuning=replace(config.fine_tuning, seed=seed),
     )

@@ -115,7 +115,7 @@ def train(config: Config, base: Base, seed: int, folder: Path, run: Run) -> dict
     after = agents.seeded(config.post_training, seed)
     controller = replace(after.reinforcement.controller, eval_every=0)
     rl = replace(after.reinforcement, controller=controller)
-    start, _ = demonstrate(after, base.model, base.params, base.tokenizer, folder, run)
+    start = demonstrate(after, base.model, base.params, base.tokenizer, folder, run)
 
     def score(tensors: Mapping[str, np.ndarray], name: str) -> Scores:
         at = folder / name

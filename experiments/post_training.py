@@ -1,9 +1,10 @@
 """From a pretrained model to an agent: demonstrations, reinforcement learning, its controls.
 
 First demonstrations may be sound; then come those of a careless expert, which makes mistakes and
-does not always look at the tests. Reinforcement learning starts from there. Two controls start from
-the same weights: one learns from rewards that were shuffled, one goes on with demonstrations for as
-much compute. All are scored on the same held-out tasks with the same seeds.
+does not always look at the tests. Reinforcement learning starts from there. Controls start from the
+same weights: one learns from rewards that were shuffled, others go on with the demonstrations that
+came last or with sound ones, for as much compute. All are scored on the same held-out tasks with
+the same seeds.
 """
 
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from c2.config import ConfigError
 from c2.data import tokenizer as tokenizers
 from c2.data.store import TokenStore
 from c2.models import ModelConfig, Params
+from c2.rl.environments import EnvironmentConfig
 from c2.rl.journal import Journal
 from experiments import demonstrations, reinforcement
 from experiments.demonstrations import DemonstrationsConfig
@@ -24,8 +26,9 @@ from experiments.fine_tuning import FineTuningConfig, fine_tune
 from experiments.reinforcement import RLConfig, Scores
 from experiments.study import Run
 
-Control = Literal["shuffled", "fine_tuning"]
+Control = Literal["shuffled", "fine_tuning", "sound"]
 START, TRAINED = "start", "reinforcement"  # names of stages; controls are called as they are
+BEFORE = "before"  # folder of the lesson before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +50,12 @@ class PostTrainingConfig:
 
     Attributes:
       before: a lesson before all else, or none.
-      demonstrations: what is shown then, and to the control that goes on with it.
+      demonstrations: what is shown then.
       fine_tuning: how it is learned.
       reinforcement: how rewards are learned from, and what is evaluated.
-      controls: what it is compared with.
-      control_rate: peak learning rate of the control that goes on with demonstrations.
+      controls: what it is compared with: "fine_tuning" goes on with what was shown last, "sound"
+        with what was shown before.
+      control_rate: peak learning rate of controls that go on with demonstrations.
     """
 
     before: LessonConfig | None = None
@@ -64,6 +68,10 @@ class PostTrainingConfig:
     def __post_init__(self) -> None:
         if self.control_rate <= 0:
             raise ConfigError(f"control_rate: {self.control_rate}; legal: above 0")
+        if "sound" in self.controls and self.before is None:
+            raise ConfigError(
+                "controls: 'sound' goes on with `before`, which is none; legal: without"
+            )
         if not self.reinforcement.controller.eval_every:
             raise ConfigError(
                 "reinforcement.controller.eval_every: 0; legal: at least 1, as all is compared "
@@ -101,7 +109,7 @@ def post_train(
       Scores by stage: `START`, `TRAINED` and the controls.
     """
     rl = config.reinforcement
-    start, shown = demonstrate(config, model, params, tokenizer, folder, run)
+    start = demonstrate(config, model, params, tokenizer, folder, run)
 
     def reinforce(config: RLConfig, name: str) -> dict[int, Scores]:
         return reinforcement.train(config, model, start, tokenizer, folder / name, run)
@@ -117,12 +125,19 @@ def post_train(
         without = replace(rl.controller, eval_every=0)
         reinforce(replace(rl, rewards="shuffled", controller=without), "shuffled")
         scores["shuffled"] = score(reinforcement.published(model, folder / "shuffled"), "shuffled")
-    if "fine_tuning" in config.controls:
-        more = longer(config, equivalent_tokens(folder / TRAINED / "journal"))
-        say(run.console, "More demonstrations instead, for the same compute")
-        tuned = fine_tune(more, model, start, shown, folder / "more_fine_tuning", run)
-        served = reinforcement.serving_form(model, tuned)
-        scores["fine_tuning"] = score(served, "more_fine_tuning")
+    lessons = {"fine_tuning": (config, folder), "sound": (config.before, folder / BEFORE)}
+    for name, (lesson, at) in lessons.items():
+        if name in config.controls:
+            more = longer(
+                lesson.fine_tuning,
+                equivalent_tokens(folder / TRAINED / "journal"),
+                rate=config.control_rate,
+            )
+            say(run.console, f"More demonstrations instead, for the same compute ({name})")
+            shown = show(lesson, rl.environments, tokenizer, at)
+            tuned = fine_tune(more, model, start, shown, folder / f"more_{name}", run)
+            served = reinforcement.serving_form(model, tuned)
+            scores[name] = score(served, f"more_{name}")
     return scores
 
 
@@ -133,36 +148,41 @@ def demonstrate(
     tokenizer: Path,
     folder: Path,
     run: Run,
-) -> tuple[Params, TokenStore]:
-    """Fine-tunes on demonstrations, or finds what came of it; arguments as of `post_train`.
+) -> Params:
+    """What reinforcement learning starts from: fine-tuned on demonstrations, or found.
 
-    Returns:
-      What reinforcement learning starts from, and what was shown last.
+    Arguments are those of `post_train`.
     """
-    words, environments = tokenizers.load(tokenizer), config.reinforcement.environments
-
-    def learn(lesson: LessonConfig | PostTrainingConfig, params: Params, folder: Path):
-        shown = demonstrations.cached_store(
-            lesson.demonstrations, words, environments, folder / "demonstrations.npz"
-        )
-        say(run.console, f"Fine-tuning on {lesson.demonstrations.count:,} demonstrations")
-        tuning = lesson.fine_tuning
-        return fine_tune(tuning, model, params, shown, folder / "fine_tuning", run), shown
-
-    if config.before is not None:
-        params, _ = learn(config.before, params, folder / "before")
-    return learn(config, params, folder)
+    environments = config.reinforcement.environments
+    for lesson, at in ((config.before, folder / BEFORE), (config, folder)):
+        if lesson is not None:
+            say(run.console, f"Fine-tuning on {lesson.demonstrations.count:,} demonstrations")
+            shown = show(lesson, environments, tokenizer, at)
+            params = fine_tune(lesson.fine_tuning, model, params, shown, at / "fine_tuning", run)
+    return params
 
 
-def longer(config: PostTrainingConfig, tokens: float) -> FineTuningConfig:
+def show(
+    lesson: LessonConfig | PostTrainingConfig,
+    environments: EnvironmentConfig,
+    tokenizer: Path,
+    folder: Path,
+) -> TokenStore:
+    """The demonstrations of a lesson, made once."""
+    return demonstrations.cached_store(
+        lesson.demonstrations, tokenizers.load(tokenizer), environments,
+        folder / "demonstrations.npz",
+    )  # fmt: skip
+
+
+def longer(tuning: FineTuningConfig, tokens: float, *, rate: float) -> FineTuningConfig:
     """Fine-tuning of this many tokens, from the start of reinforcement learning on."""
-    tuning = config.fine_tuning
     phase = tuning.phase
     steps = max(2, round(tokens / (phase.batch * phase.context)))
-    rate = replace(phase.learning_rate, peak=config.control_rate, warmup_steps=min(10, steps // 2))
+    schedule = replace(phase.learning_rate, peak=rate, warmup_steps=min(10, steps // 2))
     return replace(
         tuning,
-        phase=replace(phase, name="more", steps=steps, learning_rate=rate),
+        phase=replace(phase, name="more", steps=steps, learning_rate=schedule),
         seed=tuning.seed + 1,
     )
 

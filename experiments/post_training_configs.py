@@ -53,6 +53,7 @@ def mini() -> PostTrainingConfig:
     rate = ScheduleConfig(peak=1.5e-3, warmup_steps=5, final=0.1)
     return PostTrainingConfig(
         before=LessonConfig(demonstrations=sound, fine_tuning=tuning),
+        controls=("shuffled", "fine_tuning", "sound"),
         demonstrations=careless,
         fine_tuning=replace(
             tuning, phase=replace(tuning.phase, steps=50, learning_rate=rate), seed=1

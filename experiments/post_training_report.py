@@ -17,12 +17,14 @@ from experiments.study import Claim, Figure, Result, Run, new_figure
 COLORS = {
     START: plotting.GREY,
     "fine_tuning": plotting.ORANGE,
+    "sound": plotting.GREEN,
     "shuffled": plotting.VERMILION,
     TRAINED: plotting.BLUE,
 }  # in the order of bars
 WORDS = {
     START: "start",
     "fine_tuning": "more demonstrations",
+    "sound": "more sound demonstrations",
     "shuffled": "shuffled rewards",
     TRAINED: "reinforcement",
 }
@@ -120,14 +122,14 @@ def judge(
             compare(f"Shuffled rewards do not raise the {what}: {name}", "shuffled", START, n, "<")
             for what, n in (("pass rate", 1), (f"best of {k}", k))
         ]
-    if "fine_tuning" in scores:
-        claims += [
-            compare(
-                f"It beats as much compute spent on more demonstrations, {what}: {name}",
-                TRAINED, "fine_tuning", n,
-            )
-            for what, n in (("pass rate", 1), (f"best of {k}", k))
-        ]  # fmt: skip
+    claims += [
+        compare(
+            f"It beats as much compute spent on {WORDS[stage]}, {what}: {name}", TRAINED, stage, n
+        )
+        for stage in ("fine_tuning", "sound")
+        if stage in scores
+        for what, n in (("pass rate", 1), (f"best of {k}", k))
+    ]
     bound = config.reinforcement.controller.schedule.staleness
     return [
         *claims,
@@ -255,7 +257,7 @@ def _summary(scores: Mapping[str, Scores], k: int, folder: Path) -> str:
         once, best = (Mean.of(list(worth(scores[stage], n).values())).value for n in (1, k))
         return f"{once:.2f} of attempts ({best:.2f} of tasks in {k})"
 
-    others = [stage for stage in ("shuffled", "fine_tuning") if stage in scores]
+    others = [stage for stage in ("shuffled", "fine_tuning", "sound") if stage in scores]
     controls = "; ".join(f"{WORDS[stage]}: {words(stage)}" for stage in others)
     return f"""\
 On held-out repair tasks the policy went from {words(START)} to {words(TRAINED)} by reinforcement
@@ -263,7 +265,8 @@ learning. {controls[:1].upper() + controls[1:]}{"." if controls else ""} Rollout
 looked at token by token in
 [`trajectories.html`]({(folder / TRAINED / "trajectories.html").as_posix()}).
 
-**Limits.** One seed. The demonstrations are of an expert that makes mistakes and often does not
-notice, so this says that rewards take a policy beyond who has taught it, not that they teach edits
-which nobody has shown; a policy that tests and tries again also writes more for each task.
+**Limits.** One seed. The last demonstrations are of an expert that makes mistakes and often does
+not notice, and sound ones may have come before, so this says that rewards bring out again what a
+policy has learned and is not used to do, not that they teach edits which nobody has shown. A policy
+that tests and tries again also writes more for each task.
 """

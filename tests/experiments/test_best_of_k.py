@@ -107,6 +107,8 @@ def test_the_comparison_needs_its_control_and_seeds_differ(tmp_path):
     one, two = (agents.seeded(config.post_training, seed) for seed in (1, 2))
     for part in ("demonstrations", "fine_tuning", "reinforcement"):
         assert (getattr(one, part).seed, getattr(two, part).seed) == (1, 2)
+    shown = [x.demonstrations.seed for post in (one, two) for x in (post, post.before)]
+    assert len(set(shown)) == 4
     tasks = [x.reinforcement.tasks for x in (one, two)]
     assert dataclasses.replace(tasks[0], seed=2) == tasks[1] != tasks[0]
 

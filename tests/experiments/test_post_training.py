@@ -84,10 +84,10 @@ def test_every_token_counts_a_forward_pass_and_those_learned_from_a_whole_step(t
 
 def test_the_control_goes_on_for_as_many_tokens():
     config = post_training_configs.mini()
-    phase = post_training.longer(config, 60_000).phase
+    phase = post_training.longer(config.fine_tuning, 60_000, rate=1e-3).phase
     assert phase.steps == round(60_000 / (phase.batch * phase.context))
-    assert phase.learning_rate.peak == config.control_rate
-    assert post_training.longer(config, 1).phase.steps == 2
+    assert phase.learning_rate.peak == 1e-3
+    assert post_training.longer(config.fine_tuning, 1, rate=1e-3).phase.steps == 2
 
 
 def test_demonstrations_must_be_able_to_hold_a_conversation():

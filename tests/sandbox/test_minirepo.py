@@ -4,6 +4,7 @@ import ast
 import collections
 import functools
 import itertools
+import math
 import os
 import random
 import re
@@ -80,7 +81,7 @@ def test_the_weak_agent_is_weak_where_it_says_and_nothing_does_nothing():
 
 def test_a_careless_expert_slips_and_repairs_as_often_as_it_is_told():
     rng = random.Random(0)
-    solved = slipped = repaired = 0
+    solved = slipped = repaired = unseen = 0
     for seed, family in itertools.product(range(40), ("operator", "constant")):
         task = task_of(seed, family, 1)
         policy = policies.careless(task, rng, slips=0.5, tests=1.0, repairs=0.5)
@@ -88,11 +89,15 @@ def test_a_careless_expert_slips_and_repairs_as_often_as_it_is_told():
         tests = [answer for call, answer in transcript if call.name == "run_tests"]
         slipped += tests[0] != "pass"
         repaired += len(tests) > 1
-        assert (transcript[-1][1] == "pass") == (files == solve(task))
+        wrong = failures(task, files)
+        shown = any(name.startswith("tests/") for name in wrong)
+        assert (transcript[-1][1] == "pass") != shown
+        unseen += bool(wrong) and not shown
         assert not any(answer.startswith("error") for _, answer in transcript)
-        solved += not failures(task, files)
-    assert 25 < slipped < 55 and 0.3 < repaired / slipped < 0.7
-    assert solved == 80 - slipped + repaired
+        solved += not wrong
+    assert abs(slipped - 40) < 4 * math.sqrt(80) / 2  # four standard errors of a fair coin
+    assert abs(repaired - slipped / 2) < 4 * math.sqrt(slipped) / 2
+    assert solved == 80 - slipped + repaired - unseen
 
 
 def test_a_slip_is_wrong_in_another_way():

@@ -12,11 +12,11 @@ control with shuffled rewards and one that spends the same compute on more demon
 
     python -m launch.main --config=experiments/recipe.py:mini --workdir=runs/demo
 
-`mini` does all of it with 1.3 million parameters. `smoke` runs every stage once in three to four
-minutes, most of it compilation, and learns next to nothing. `pretraining` stops before the agent,
-with 2.2 million parameters (1.3 million active per token): expect the held-out package to fall from
-3.8 to about 2.0 bits per byte, on a nearly straight line over the logarithm of the tokens, in about
-8 minutes on 2 cores. `small` is the whole for hours.
+`mini` does all of it with 1.3 million parameters in about half an hour on 2 cores. `smoke` runs
+every stage once in three to four minutes, most of it compilation, and learns next to nothing.
+`pretraining` stops before the agent, with 2.2 million parameters (1.3 million active per token):
+expect the held-out package to fall from 3.8 to about 2.0 bits per byte, on a nearly straight line
+over the logarithm of the tokens, in about 8 minutes on 2 cores. `small` is the whole for hours.
 """
 
 from collections.abc import Callable
@@ -208,7 +208,7 @@ def pretraining() -> Config:
 
 
 def mini() -> Config:
-    """Twenty minutes on two CPU cores: a smaller model, less pretraining, then post-training.
+    """Half an hour on two CPU cores: a smaller model, less pretraining, then post-training.
 
     A few words and one function a file are all that the agent ever sees, so half of the corpus are
     packages like those, and a small vocabulary gets along with it.

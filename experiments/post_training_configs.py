@@ -26,7 +26,7 @@ CONTEXT = 448  # tokens of a conversation
 
 
 def mini() -> PostTrainingConfig:
-    """A quarter of an hour on two CPU cores, for about a million parameters.
+    """Twenty-five minutes on two CPU cores, for about a million parameters.
 
     After sound demonstrations come a few of an expert that makes mistakes in most of its first
     edits, often does not look at the tests, and mostly gives up when they fail. Who does as it does

@@ -10,6 +10,7 @@ With checkpoints it goes on behind its last one, wherever its service or its san
 
 import asyncio
 import dataclasses
+import hashlib
 import logging
 import os
 import time
@@ -149,7 +150,7 @@ class Environments:
             env={"PYTHONDONTWRITEBYTECODE": "1"},
         )
         self._pool = Pool(config.pool)
-        self._verdicts: OrderedDict[Any, Outcome] = OrderedDict()
+        self._verdicts: OrderedDict[tuple[str, bytes], Outcome] = OrderedDict()
         if config.ready:
             self._pool.keep_ready(self._spec, config.ready)
 
@@ -279,7 +280,8 @@ class Environments:
 
     def _verdict(self, task: Task, files: Mapping[str, str]) -> Outcome:
         """The grade of a repository, once for all rollouts of a group that end in the same one."""
-        key = task.id, frozenset(files.items())
+        content = repr(sorted(files.items())).encode()
+        key = task.id, hashlib.sha256(content).digest()  # the files themselves would fill memory
         known = self._verdicts.get(key)
         if known is None:
             known = grade.grade(task, files, grade.in_sandbox(self._pool, self._spec))
